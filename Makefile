@@ -4,16 +4,20 @@ PYTHON ?= python3
 ARGS ?=
 # Processes of pytest. Each has a Ray cluster of its own; tests of real processes wait more than they compute.
 JOBS ?= 2
+# The areas of `make test-rest`: all of them, unless given.
+AREA ?=
 # Seconds of `make soak`, which are shared by its four kinds of runs.
 SOAK_S ?= 1200
+# The gate's minutes include its set-up.
+BEGAN := $(shell date +%s)
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python tools/uv.py pip install -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+RUN_TESTS := $(BIN)/python tools/run_tests.py --jobs $(JOBS)
 # Tests start some thousand processes: where PYTHONDONTWRITEBYTECODE is set, each of them would compile the modules again.
-COMPILE := $(BIN)/python -m compileall -q raysgd tests/support benchmarks
-PROCESSES := tests/integration tests/fault tests/conformance tests/docs
+COMPILE := $(BIN)/python -m compileall -q raysgd tests examples benchmarks
 SOURCES := raysgd tests examples benchmarks tools setup.py
 
 # `make gpu` installs nothing: it takes this environment if it is there, or the Python that is given.
@@ -23,12 +27,13 @@ GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/pytho
 RUN := $(VENV)/run.stamp
 LINT := $(VENV)/lint.stamp
 TEST := $(VENV)/test.stamp
-FRAMEWORKS := $(VENV)/frameworks.stamp
+JAX := $(VENV)/jax.stamp
+TENSORFLOW := $(VENV)/tensorflow.stamp
 HOROVOD := $(VENV)/horovod.stamp
 DOC := $(VENV)/doc.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-rest test-all soak matrix lint format gpu bench bench-check bench-quick doc wheel horovod browser pin clean
+.PHONY: help train quick test test-rest test-all nightly slow schedules alone soak matrix lint format gpu bench bench-check bench-quick doc wheel horovod browser pin clean
 # One target at a time: they share the environment, and tests and benchmarks need the machine to themselves.
 .NOTPARALLEL:
 
@@ -40,6 +45,7 @@ help:  ## This page
 	@echo "  PYTHON=python3.11   the Python (3.10 or newer) that makes the environment"
 	@echo "  ARGS=\"...\"          more arguments for the example (train), pytest (quick, test ...) or the comparison (bench)"
 	@echo "  JOBS=2              processes of pytest"
+	@echo "  AREA=\"data tune\"    areas of the tests (test-rest), see CONTRIBUTING.md"
 	@echo "  SOAK_S=1200         seconds of faults (soak)"
 	@echo
 	@echo "Each target but gpu first makes or completes the environment in $(VENV)."
@@ -48,25 +54,34 @@ train: $(RUN)  ## Train a small network on handwritten digits with two workers
 	@$(BIN)/python examples/01_digits.py $(ARGS)
 
 quick: $(TEST)  ## Unit tests without TensorFlow and JAX (90 s)
-	@$(PYTEST) -m "not tensorflow and not jax" tests/unit tests/architecture $(ARGS)
+	@$(PYTEST) -q -m "not tensorflow and not jax" tests/unit tests/architecture $(ARGS)
 
-test: lint $(HOROVOD)  ## Lint, types, layers, unit tests, and one test of real processes for each promise (12 minutes)
+# A Horovod that was built before is installed; nothing is built, and its tests are skipped by name where there is none.
+test: $(JAX)  ## The gate: lint, types, layers, unit tests, and one test of real processes for each promise (15 minutes)
+	@sh tools/build_horovod.sh $(VENV) --if-kept
 	@$(COMPILE)
-	@echo "tests: unit"
-	@$(PYTEST) tests/unit tests/architecture $(ARGS)
-	@echo "tests: one of real processes for each promise"
-	@$(PYTEST) -m "smoke and not alone" $(PROCESSES) $(ARGS)
+	@$(RUN_TESTS) --since $(BEGAN) gate -- $(ARGS)
 
-test-rest: $(HOROVOD) $(DOC)  ## The tests that `make test` leaves out (70 minutes)
+test-rest: $(TENSORFLOW) $(DOC)  ## The tests of real processes that `make test` leaves out, all or those of an AREA
+	@sh tools/build_horovod.sh $(VENV) --if-kept
 	@$(COMPILE)
-	@echo "tests: real processes"
-	@$(PYTEST) -m "not smoke and not alone and not benchmark" $(PROCESSES) $(ARGS)
-	@echo "tests: those that need the machine to themselves"
-	@$(BIN)/python -m pytest -m alone $(PROCESSES) $(ARGS)
-	@echo "tests: ten thousand schedules of a run"
+	@$(RUN_TESTS) rest $(AREA) -- $(ARGS)
+
+test-all:  ## Both
+	@$(MAKE) --no-print-directory test && $(MAKE) --no-print-directory test-rest
+
+nightly: horovod browser $(DOC)  ## What takes long, before a release: timing, schedules, wheel, large benchmarks, soak, matrix (two hours)
+	@$(COMPILE)
+	@$(RUN_TESTS) nightly -- $(ARGS)
+
+slow: $(HOROVOD)  ## The tests that take long
+	@$(PYTEST) -q -m nightly tests $(ARGS)
+
+alone: $(HOROVOD)  ## The tests that measure time: nothing else may run on the machine
+	@$(BIN)/python -m pytest -q -m alone tests/integration $(ARGS)
+
+schedules: $(TEST)  ## Ten thousand schedules of a run, without processes (a minute)
 	@RAYSGD_SCHEDULES=10000 $(BIN)/python -m pytest -q -n $(JOBS) tests/unit/test_controller_fuzz.py $(ARGS)
-
-test-all: test test-rest  ## Both (85 minutes)
 
 soak: $(HOROVOD)  ## Kill and stop the processes of real runs at random times, and check what they leave (SOAK_S=1200 seconds)
 	@RAYSGD_FUZZ_S=$$(($(SOAK_S) / 4)) $(BIN)/python -m pytest -n0 -s -o timeout=0 tests/fault/test_process_fuzz.py $(ARGS)
@@ -119,7 +134,7 @@ doc: $(DOC)  ## Build the documentation into site/
 wheel: $(RUN)  ## Build the wheel in dist/, and run the quickstart and a training with it in an empty environment
 	@sh tools/check_wheel.sh $(VENV)
 
-horovod: $(FRAMEWORKS)  ## Build Horovod for the torch and TensorFlow that are installed here (a few minutes, once)
+horovod: $(TENSORFLOW)  ## Build Horovod for the torch and TensorFlow that are installed here (a few minutes, once)
 	@sh tools/build_horovod.sh $(VENV)
 	@touch $(HOROVOD)
 
@@ -158,13 +173,18 @@ $(TEST): $(LINT)
 	@$(INSTALL) -e '.[test,mlflow,wandb]'
 	@touch $@
 
-$(FRAMEWORKS): $(TEST)
-	@echo "set-up: TensorFlow and JAX (some hundred MB more)"
-	@$(INSTALL) -e '.[tensorflow,jax,pipeline,flax]'
+$(JAX): $(TEST)
+	@echo "set-up: JAX (some hundred MB more)"
+	@$(INSTALL) -e '.[jax,pipeline,flax]'
+	@touch $@
+
+$(TENSORFLOW): $(JAX)
+	@echo "set-up: TensorFlow (some hundred MB more)"
+	@$(INSTALL) -e '.[tensorflow]'
 	@touch $@
 
 # Its tests are skipped by name where it cannot be built, such as without a C++ compiler.
-$(HOROVOD): $(FRAMEWORKS) tools/build_horovod.sh
+$(HOROVOD): $(TENSORFLOW) tools/build_horovod.sh
 	@sh tools/build_horovod.sh $(VENV) --if-possible
 	@touch $@
 

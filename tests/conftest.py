@@ -5,6 +5,7 @@ A test that needs Ray asks for `ray_cluster`. Its module may say with which sett
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -15,7 +16,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-from support import leftovers
+from support import leftovers, records
+from support.pace import slowness
 from support.promises import is_below, named_tests
 
 hypothesis.settings.register_profile("local", deadline=None)
@@ -25,8 +27,13 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 os.environ.setdefault("RAY_USE_UVLOOP", "0")
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    records.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Let tests send SIGINT: a shell that starts pytest in the background has its children ignore that signal."""
+    records.record_if_asked(config)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -37,10 +44,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(is_below(item.nodeid, name) for name in smoke):
             item.add_marker(pytest.mark.smoke)
+    if not all("tests/unit" in item.nodeid or "tests/architecture" in item.nodeid for item in items):
+        _lengthen_timeouts(items)
     clusters: dict[Any, str] = {}
     for item in items:
         clusters[item.path] = min(clusters.get(item.path, "2"), _cluster_of(item))
     items.sort(key=lambda item: clusters[item.path])
+
+
+def _lengthen_timeouts(items: list[pytest.Item]) -> None:
+    """Multiply the timeouts of tests by how slow the machine is."""
+    if (factor := slowness()) == 1.0:
+        return
+    for item in items:
+        item.add_marker(pytest.mark.timeout(factor * _timeout_s(item)), append=False)
+
+
+def _timeout_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    of_all = item.config.getoption("timeout", None) or item.config.getini("timeout")
+    return float(marker.args[0] if marker else of_all)
+
+
+def pytest_collection_finish() -> None:
+    """Leave imported modules out of garbage collection: with several frameworks it takes seconds, and tests ask for it often."""
+    gc.collect()
+    gc.freeze()
 
 
 def _cluster_of(item: Any) -> str:
@@ -54,14 +83,11 @@ def _cluster_of(item: Any) -> str:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Print the stacks of a test's other processes shortly before its timeout."""
-    marker = item.get_closest_marker("timeout")
-    of_all = item.config.getoption("timeout", None) or item.config.getini("timeout")
-    timeout_s = float(marker.args[0] if marker else of_all)
     if "ray_cluster" not in getattr(item, "fixturenames", ()):
         return (yield)
     from support.watchdog import watching
 
-    with watching(timeout_s, item.config._tmp_path_factory.getbasetemp()):  # type: ignore[attr-defined]
+    with watching(_timeout_s(item), item.config._tmp_path_factory.getbasetemp()):  # type: ignore[attr-defined]
         return (yield)
 
 

@@ -1,9 +1,11 @@
 #!/bin/sh
 # Build Horovod for the torch and TensorFlow of a virtual environment, and install it there.
-# Usage: tools/build_horovod.sh VENV [--if-possible]
+# Usage: tools/build_horovod.sh VENV [--if-possible | --if-kept]
 #
 # Takes two to four minutes on two cores, once: the wheel is kept in ${XDG_CACHE_HOME:-~/.cache}/raysgd/horovod, under a key
-# of all that it was built for. Needs a C++17 compiler. With --if-possible, a machine that has none is told so and nothing else.
+# of all that it was built for. Needs a C++17 compiler. With --if-possible, a machine that has none prints so and nothing else.
+# With --if-kept nothing is built: a wheel that was built for this torch is installed, also in an environment without the
+# TensorFlow that it was built for.
 #
 # Horovod 0.28.1 is the last release. Its sources build as they are, with current tools, given three things:
 # - C++17 where it asks for C++11 or 14: torch's headers refuse less. Hence a compiler that is a script.
@@ -11,14 +13,14 @@
 # - its XLA operations left out: they include headers that TensorFlow does not ship any more. They are for old versions.
 set -eu
 venv=$(cd "$1" && pwd)
-if_possible=${2:-}
+option=${2:-}
 version=0.28.1
 python=$venv/bin/python
 jobs=${JOBS:-$(nproc 2>/dev/null || echo 2)}
 
 give_up() {
     echo "Horovod: $1" >&2
-    [ "$if_possible" = --if-possible ] && exit 0
+    [ "$option" = --if-possible ] && exit 0
     exit 1
 }
 
@@ -34,7 +36,14 @@ print("-".join(names).replace("+", "_"))
 EOF
 )
 case $made_for in *no-torch*) give_up "there is no torch in $venv to build it for" ;; esac
-kept=${XDG_CACHE_HOME:-$HOME/.cache}/raysgd/horovod/$version-$made_for-$(cksum <"$0" | cut -d ' ' -f 1)
+folder=${XDG_CACHE_HOME:-$HOME/.cache}/raysgd/horovod
+script=$(cksum <"$0" | cut -d ' ' -f 1)
+kept=$folder/$version-$made_for-$script
+
+if [ "$option" = --if-kept ] && ! ls "$kept"/horovod-*.whl >/dev/null 2>&1; then
+    kept=$(ls -d "$folder/$version-${made_for%-no-tensorflow}"-*"-$script" 2>/dev/null | tail -n 1)
+    ls "${kept:-$folder/none}"/horovod-*.whl >/dev/null 2>&1 || exit 0
+fi
 
 if ! ls "$kept"/horovod-*.whl >/dev/null 2>&1; then
     command -v c++ >/dev/null || give_up "not built, since there is no C++ compiler (c++) on the PATH"

@@ -42,7 +42,7 @@ def test_thread_that_keeps_the_process_alive_is_found() -> None:
     thread = threading.Thread(target=release.wait, name="waiting")
     thread.start()
     try:
-        assert state.restore() == ["thread waiting still runs"]
+        assert state.restore(timeout_s=0.1) == ["thread waiting still runs"]
     finally:
         release.set()
         thread.join()

@@ -101,6 +101,7 @@ class TestHorovodWithTorch(BackendSuite):
         return raysgd.HorovodConfig()
 
 
+@pytest.mark.tensorflow
 @keep_only("test_killed_rank_is_noticed_and_replaced", "test_group_shrinks_and_grows")
 @needs_horovod
 class TestHorovodWithTensorflow(BackendSuite):
@@ -110,6 +111,7 @@ class TestHorovodWithTensorflow(BackendSuite):
         return raysgd.HorovodConfig(framework="tensorflow")
 
 
+@pytest.mark.tensorflow
 class TestTensorflow(WarmSuite):
     make_total = staticmethod(TOTALS["tensorflow"])
     tests_per_trainer = 2  # a process is replaced after four groups
@@ -118,6 +120,7 @@ class TestTensorflow(WarmSuite):
         return raysgd.TensorflowConfig()
 
 
+@pytest.mark.tensorflow
 @keep_only("test_trainer_can_run_again", "test_killed_rank_is_noticed_and_replaced")
 class TestTensorflowInNewProcesses(BackendSuite):
     make_total = staticmethod(TOTALS["tensorflow"])

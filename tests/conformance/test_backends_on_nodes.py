@@ -52,6 +52,7 @@ def places_in_horovod() -> tuple[int, ...]:
     return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
 
 
+@pytest.mark.tensorflow
 class TestTensorflow(BackendOnNodesSuite):
     make_total = staticmethod(TOTALS["tensorflow"])
 

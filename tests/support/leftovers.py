@@ -58,8 +58,9 @@ class ProcessState:
             root=frozenset(os.listdir(ROOT)) - CACHES,
         )
 
-    def restore(self) -> list[str]:
-        """Restore what can be restored, and return descriptions of the changes."""
+    def restore(self, timeout_s: float = 20) -> list[str]:
+        """Restore what can be restored, and return descriptions of the changes; threads may take some time to end."""
+        until(lambda: not self._new_threads(), timeout_s)
         return [*self._restore_environment(), *self._restore_folder(), *self._left_threads(), *self._left_files()]
 
     def _restore_environment(self) -> list[str]:
@@ -82,7 +83,6 @@ class ProcessState:
         return [f"the working directory was changed to {now}"]
 
     def _left_threads(self) -> list[str]:
-        until(lambda: not self._new_threads(), timeout_s=20)
         return [f"thread {thread.name} still runs" for thread in self._new_threads()]
 
     def _new_threads(self) -> list[threading.Thread]:
@@ -100,12 +100,18 @@ def mark_this_process() -> None:
 
 def marked_processes() -> set[psutil.Process]:
     """Return all living descendants of this process, including those whose parents are gone."""
-    return {process for process in psutil.process_iter() if process.pid != os.getpid() and _is_marked(process)}
+    return processes_marked_by({os.getpid()})
 
 
-def _is_marked(process: psutil.Process) -> bool:
+def processes_marked_by(pids: set[int]) -> set[psutil.Process]:
+    """Return all living descendants of processes of pytest, including those whose parents are gone."""
+    marks = {str(pid) for pid in pids}
+    return {process for process in psutil.process_iter() if process.pid not in pids and _is_marked(process, marks)}
+
+
+def _is_marked(process: psutil.Process, marks: set[str]) -> bool:
     try:
-        return process.environ().get(MARK) == str(os.getpid()) and process.status() != psutil.STATUS_ZOMBIE
+        return process.environ().get(MARK) in marks and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 

@@ -17,11 +17,12 @@ from ray.exceptions import RayError
 
 import raysgd
 from raysgd.callbacks import ProgressCallback
+from support.pace import slowness
 from support.poll import until
 from support.shared_cluster import CLUSTER
 
 #: Far longer than anything here takes, also on a loaded machine.
-PATIENCE_S = 60.0
+PATIENCE_S = 60.0 * slowness()
 
 
 def travels_by_value(module: str) -> None:

@@ -45,7 +45,7 @@ def _print_state(folder: Path) -> None:
     parts = chain(
         [f"load {os.getloadavg()}"],
         _journals(folder),
-        (_stacks(process) for process in leftovers.marked_processes() if _is_of_interest(process)),
+        (stacks(process) for process in leftovers.marked_processes() if _is_of_interest(process)),
     )
     with contextlib.suppress(OSError, psutil.Error):  # a process ended meanwhile
         for part in parts:
@@ -72,7 +72,7 @@ def _is_of_interest(process: psutil.Process) -> bool:
     )
 
 
-def _stacks(process: psutil.Process) -> str:
+def stacks(process: psutil.Process) -> str:
     """Return the innermost calls of the threads that are in code of raysgd or of a test."""
     try:
         name, cpu_s, status = process.cmdline()[0], sum(process.cpu_times()[:2]), process.status()
