@@ -129,7 +129,7 @@ def test_training_does_not_import_the_compiler() -> None:
     run(BEGIN + TRAINING)
 
 
-@pytest.mark.nightly  # each use imports the compiler anew
+@pytest.mark.nightly  # each use imports the whole compiler
 @pytest.mark.timeout(200)
 def test_first_use_imports_the_whole_compiler() -> None:
     out = run(f"{BEGIN}\nFIRST_USES = {FIRST_USES!r}\n{USES}")
