@@ -170,7 +170,8 @@ def test_with_tls_an_error_arrives(encrypted: raysgd.Trainer) -> None:
     stream = encrypted.run_generator(much, {"how": "raises"}, callbacks=quiet())
     with pytest.raises(ValueError, match="of the user"):
         stream.get_returns()
-    assert len(latest_run(encrypted).metrics) == 2000
+    # The error is raised first, and the last records are written then.
+    assert until(lambda: len(latest_run(encrypted).metrics) == 2000, PATIENCE_S), latest_run(encrypted)
 
 
 def test_with_tls_a_dead_worker_is_replaced(encrypted: raysgd.Trainer) -> None:
