@@ -247,7 +247,7 @@ def main() -> int:
     parser.add_argument("--limit-min", type=float, default=30, help="minutes of the gate, with its set-up")
     given = sys.argv[1:]
     end = given.index("--") if "--" in given else len(given)
-    options, arguments = parser.parse_args(given[:end]), given[end + 1 :]
+    options, arguments = parser.parse_intermixed_args(given[:end]), given[end + 1 :]
     if unknown := [area for area in options.areas if area not in AREAS]:
         parser.error(f"there is no area {unknown[0]}: give one of {', '.join(AREAS)}")
     is_gate = options.what == "gate"
