@@ -38,3 +38,14 @@ def test_every_package_of_the_distribution_has_an_init() -> None:
 def test_the_types_are_shipped() -> None:
     assert (PACKAGE / "py.typed").exists()
     assert "py.typed" in (ROOT / "setup.py").read_text(encoding="utf-8")
+
+
+def test_no_assert_is_a_conditional_expression() -> None:
+    """`assert a == b if c else d` is `(a == b) if c else d`, which passes for every d that is true."""
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in files(".py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assert) and isinstance(node.test, ast.IfExp)
+    ]
+    assert not found, "compare with one expected value, or write an if statement"

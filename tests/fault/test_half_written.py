@@ -65,7 +65,8 @@ def test_half_written_checkpoint_of_a_killed_worker_is_replaced(ray_cluster: Any
         found = trainer.run(die_in_second_save, config, callbacks=quiet(), returns="all")
         loaded = latest_run(trainer)
     name, size = json.loads((tmp_path / "seen").read_text())
-    assert name.startswith(".tmp-") if scheme == "" else size < PART_BYTES, "it was not in the middle"
+    is_in_the_middle = name.startswith(".tmp-") if scheme == "" else size < PART_BYTES
+    assert is_in_the_middle
     assert found == [{"step": 1, "rank": 0}, {"step": 1, "rank": 1}]
     assert [checkpoint.load(rank=1)["step"] for checkpoint in loaded.checkpoints] == [1, 2]
     whole = {f"a0002-r0000{rank}.{suffix}" for rank in (0, 1) for suffix in ("json", "safetensors")}

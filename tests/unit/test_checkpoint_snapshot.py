@@ -107,7 +107,8 @@ def test_state_may_be_any_value(state: Any, tmp_path: Path) -> None:
         load_payload(snapshot.payload()),
         read_part(storage, snapshot.write(storage, "p")),
     ):
-        assert torch.equal(loaded, state) if isinstance(state, torch.Tensor) else loaded == state
+        is_equal = torch.equal(loaded, state) if isinstance(state, torch.Tensor) else loaded == state
+        assert is_equal
 
 
 def test_payload_alone_can_be_loaded_and_written(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_a_position_survives_json(
         epoch=epoch, consumed=consumed, num_rows=consumed + left, seed=seed, shuffle=shuffle, layout=7, lanes=lanes
     )
     restored = Position.from_json(json.loads(json.dumps(position.to_json())), "x")
-    assert restored == position if consumed else restored == Position(epoch=epoch)
+    assert restored == (position if consumed else Position(epoch=epoch))
 
 
 @pytest.mark.parametrize(

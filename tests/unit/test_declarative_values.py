@@ -142,7 +142,10 @@ def test_a_name_that_a_source_does_not_have_is_found_without_an_import(
     (tmp_path / "parts.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     found = explain_missing(name)
-    assert found is None if text is None else re.match(text, found or "")
+    if text is None:
+        assert found is None
+    else:
+        assert re.match(text, found or "")
     assert "parts" not in sys.modules
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from raysgd.engine.config import EngineConfig
@@ -19,7 +18,7 @@ from raysgd.engine.planning import MemoryEstimate, predict_memory
 from raysgd.engine.planning.memory import estimate_memory
 from raysgd.engine.planning.plan import profile_model
 from raysgd.engine.planning.trace import TracedModel
-from raysgd.engine.planning.tracker import SELECTED
+from raysgd.engine.recomputation import recompute
 from raysgd.errors import ConfigError
 from support.planned_models import WIDTH, Perceptron, SmallModel, small_models
 
@@ -100,23 +99,12 @@ def test_prediction_with_activation_checkpointing(name: str, kind: str) -> None:
     one, num_rows = MODELS[name], rows_of(name)
     model = one.make()
     for stack in STACKS[name]:
-        for block in model.get_submodule(stack).children():
-            checkpoint_block(block, kind)
+        recompute(model.get_submodule(stack).children(), selective=kind == "selective")
     if hasattr(model, "config"):
         model.config.use_cache = False  # as transformers does when it checkpoints: blocks fill the cache in both passes
     found, expected = predict(one, num_rows, activation_checkpointing=kind), measure(model, one.batch(num_rows))
     assert found.activations == pytest.approx(expected.activations, rel=0.2)
     assert found.activations < predict(one, num_rows).activations
-
-
-def checkpoint_block(block: nn.Module, kind: str) -> None:
-    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_kept = op.overloadpacket in SELECTED
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    extra = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if kind == "selective" else {}
-    forward = block.forward
-    block.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)  # type: ignore[method-assign]
 
 
 def profile(make: Callable[[], nn.Module], batch: Any, rows: list[int], **options: Any) -> Any:
