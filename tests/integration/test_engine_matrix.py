@@ -1,4 +1,4 @@
-"""Every pair of strategies trains to the losses of the plain loop in one process; ``make matrix`` runs all combinations."""
+"""Strategies train to the losses of the plain loop: pairs of them in ``make nightly``, all combinations in ``make matrix``."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def deviations() -> Iterator[Deviations]:
         found.write(Path(page), len(CHOSEN))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("combination", CHOSEN, ids=name_of)
 def test_losses_and_parameters_are_those_of_the_plain_loop(
     ranks: RankGroup, deviations: Deviations, combination: dict[str, Any]
