@@ -356,7 +356,7 @@ class Trainer:
         return self._latest.newest_checkpoint()
 
     def get_best_checkpoint(self, metric: str | None = None, mode: ScoreOrder | None = None) -> Checkpoint | None:
-        """Return the best checkpoint on storage of the latest run, or None.
+        """Return the best checkpoint on storage of the latest run, or of the runs that it was resumed from; None without one.
 
         Args:
             metric: Metric to rank by, ``val/acc`` for a nested one. None: ``CheckpointConfig.score_attribute``; without that

@@ -51,8 +51,8 @@ class Collator:
                 name = getattr(self._function, "__name__", type(self._function).__name__)
                 raise ConfigError(
                     f"collate_fn {name} of dataset {self._dataset!r} raised {type(error).__name__}: {error}. It gets a dict of "
-                    f"NumPy arrays by column ({', '.join(map(repr, arrays))}); one that takes a list of dicts, one for each row, works "
-                    "too, but this one raised an error for both."
+                    f"NumPy arrays by column ({', '.join(map(repr, arrays))}); one that takes a list of dicts, one for each row, "
+                    "works too, but this one raised an error for both."
                 ) from error
             self._takes_rows = True
             return batch
@@ -69,7 +69,7 @@ def rows_of(arrays: Arrays) -> list[dict[str, Any]]:
 
 def _values_of(array: NDArray[Any]) -> list[Any]:
     if array.ndim == 1 and array.dtype.kind in "biufUS":
-        values: list[Any] = array.tolist()  # integers of NumPy are not int, by which collators tell labels from scores
+        values: list[Any] = array.tolist()  # integers of NumPy are not int, and collators make floats of them
         return values
     return [writeable(each) if isinstance(each, np.ndarray) else each for each in array]
 
