@@ -198,8 +198,6 @@ class Trainer:
 
         Raises:
             Exception: What train_func raised, as its own type; its ``__cause__`` has the worker's traceback and rank.
-            MissingMetricError: The run has succeeded, but no report had a metric that ``reduce`` names. The error has what
-                train_func returned, and results, checkpoints and files are there.
             ImportError: The package of a callback is not installed; the text names the extra to install.
             InfeasibleError: The cluster can never hold the workers.
             WorkerDiedError: Processes died more often than ``FailureConfig`` allows.
