@@ -18,6 +18,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
 from typing import Any
 
+from raysgd.checkpoint.codecs.compiled import accept_plain_names
+
 _NAME = "torch._dynamo"
 #: Its settings need nothing else of it. Sharded tensors read them.
 _CONFIG = f"{_NAME}.config"
@@ -111,6 +113,7 @@ _state = _State()
 
 def defer() -> None:
     """Defer the import of ``torch._dynamo``, unless this process has imported it, or has not imported torch."""
+    accept_plain_names()
     torch, spec = sys.modules.get("torch"), None
     if torch is not None and _NAME not in sys.modules:
         spec = importlib.util.find_spec(_NAME)
@@ -174,6 +177,7 @@ def _execute(module: _DeferredModule) -> None:
     for function in _state.left_alone:  # torch asks again, and this time the compiler answers
         function.__dict__.pop(_KEPT, None)
     sys.meta_path.remove(_state.finder)
+    accept_plain_names()
 
 
 def _disable(fn: Any = None, recursive: bool = True, **settings: Any) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from raysgd.checkpoint.codecs.compiled import accept_plain_names
 from raysgd.checkpoint.format.manifest import MANIFEST_NAME, Manifest, missing_part_error, verify_entries, verify_files
 from raysgd.checkpoint.links import follow
 from raysgd.checkpoint.storage.names import FileEntry
@@ -140,6 +141,7 @@ def load_state(
         raise CheckpointCorruptError(
             f"{storage_dir.path_of(MANIFEST_NAME)} lists no parts: the checkpoint holds no state"
         )
+    accept_plain_names()
     from raysgd.checkpoint.format.parts import StoredPart  # NumPy: a driver that only lists checkpoints needs none
     from raysgd.checkpoint.resharding import load_parts
 

@@ -106,11 +106,15 @@ class FlagsCommand(click.Command):
         *args: As for `click.Command`.
         hints: What to give in place of flags of other programs, by their names.
         advice: What to say of a flag that is like none.
+        program_flags: Words with dashes with which the program begins, as Python's ``-m``.
         **kwargs: As for `click.Command`.
     """
 
-    def __init__(self, *args: Any, hints: Mapping[str, str], advice: str = "", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, hints: Mapping[str, str], advice: str = "", program_flags: Sequence[str] = (), **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._program_flags = frozenset(program_flags)
         self.allow_interspersed_args = False
         self._hints = hints
         self._advice = advice
@@ -164,7 +168,10 @@ class FlagsCommand(click.Command):
     def _completed(self, ctx: click.Context, words: Sequence[str]) -> list[str]:
         """Return the words with the value of each switch."""
         flags, others = self._split(ctx, words)
-        return [*(token for _, tokens in flags for token in tokens), *others]
+        mark = (
+            ["--"] if others and others[0] in self._program_flags else []
+        )  # so that click does not take it for a flag
+        return [*(token for _, tokens in flags for token in tokens), *mark, *others]
 
     def _split(
         self, ctx: click.Context | None, words: Sequence[str]
@@ -176,7 +183,8 @@ class FlagsCommand(click.Command):
         known = {param.flag: param for param in self.params if isinstance(param, Flag)}
         found: list[tuple[str, Sequence[str]]] = []
         place = 0
-        while place < len(words) and words[place].startswith("-") and words[place] not in ("--", "-h", "--help"):
+        ends = {"--", "-h", "--help", *self._program_flags}
+        while place < len(words) and words[place].startswith("-") and words[place] not in ends:
             name, has_value, _ = words[place].partition("=")
             if (flag := known.get(name)) is None:
                 raise click.UsageError(self._explain(name, known), ctx)

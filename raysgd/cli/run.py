@@ -38,10 +38,13 @@ if TYPE_CHECKING:
     from raysgd.result import Result
     from raysgd.trainer.trainer import Trainer
 
-_ARGUMENTS = "[FLAGS] SCRIPT.py [ARGUMENTS OF THE SCRIPT]"
+_ARGUMENTS = "[FLAGS] SCRIPT.py|-m MODULE [ARGUMENTS OF THE SCRIPT]"
+#: Before the name of a module of a package, in place of the path of a script.
+_MODULE_FLAGS = ("-m", "--module")
 _DESCRIPTION = (
-    "Run a Python script as __main__ on workers of a Ray cluster, with results, checkpoints and recovery as in a run of "
-    "raysgd.Trainer. Flags stand before the script; what follows its name belongs to the script."
+    "Run a Python script, or with -m a module of a package, as __main__ on workers of a Ray cluster, with results, "
+    "checkpoints and recovery as in a run of raysgd.Trainer. Flags stand before the script; what follows its name belongs "
+    "to the script."
 )
 _FOLDER_OF_RUN = re.compile(r"run_(\d+)", re.ASCII)
 #: ``--resume-from`` this: the newest checkpoint of the earlier runs of this name.
@@ -69,8 +72,6 @@ HINTS = {
     ),
     "--rdzv-id": "give --name",
     "--log-dir": "the output of all workers comes to the terminal; leave it out",
-    "-m": "give the path of a script",
-    "--module": "give the path of a script",
     "--precision": "give --engine.precision",
     "--mixed-precision": "give --engine.precision bf16",
     "--config": "give --engine-config, or the script's own flag after its name",
@@ -226,6 +227,12 @@ def make_order(given: Mapping[str, Any], path: str, arguments: Sequence[str]) ->
         raise ConfigError("--max-failures and --max-restarts set the same limit; give one of them.")
     if given.get("--resume-from") == LAST and "--name" not in given:
         raise ConfigError("--resume-from last needs --name, by which the earlier runs are found.")
+    module = None
+    if path in _MODULE_FLAGS:
+        if not arguments:
+            raise ConfigError(f"{path} needs the name of a module: raysgd run {path} PACKAGE.MODULE.")
+        module, path = find_module(arguments[0], given.get("--working-dir") or os.getcwd())
+        arguments = arguments[1:]
     try:
         source = Path(path).read_bytes()
     except OSError as error:
@@ -239,10 +246,40 @@ def make_order(given: Mapping[str, Any], path: str, arguments: Sequence[str]) ->
         tuple(arguments),
         folder=os.getcwd(),
         shipped_path=_shipped_path(path, given.get("--working-dir")),
+        module=module,
         engine=engine,
         token=token,
     )
     return Order(given, script, token)
+
+
+def find_module(name: str, folder: str) -> tuple[str, str]:
+    """Find a module as ``python -m`` does, without importing its packages.
+
+    Args:
+        name: Its name with dots.
+        folder: Where to look first, before Python's path.
+
+    Returns:
+        The module's name, with ``.__main__`` for a package, and the path of its file.
+
+    Raises:
+        ConfigError: There is no such module, or it is a package without ``__main__.py``.
+    """
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise ConfigError(f"-m {name} is not the name of a module; give one such as package.train, without .py.")
+    for root in (folder, *sys.path):
+        place = Path(root, *parts)
+        if (file := place.with_suffix(".py")).is_file():
+            return name, str(file)
+        if (file := place / "__main__.py").is_file():
+            return f"{name}.__main__", str(file)
+        if (place / "__init__.py").is_file():
+            raise ConfigError(f"-m {name} is a package without __main__.py; give one of its modules: {name}.NAME.")
+    raise ConfigError(
+        f"-m {name}: there is no such module in {folder} or on Python's path; give one, or the path of a script."
+    )
 
 
 def _check_copies(num_workers: int | tuple[int, float], each: int) -> None:
@@ -530,6 +567,7 @@ command = FlagsCommand(
     "run",
     hints=HINTS,
     advice="flags of the script follow its name",
+    program_flags=_MODULE_FLAGS,
     callback=_execute,
     params=[*FLAGS, *engine_flags(), click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, metavar=_ARGUMENTS)],
     help=_DESCRIPTION,

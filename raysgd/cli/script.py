@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import importlib
 import importlib.machinery
 import linecache
 import os
@@ -22,6 +23,7 @@ from types import CodeType, ModuleType
 from typing import Any, TextIO
 
 from raysgd.engine.config import EngineConfig, using_engine_config
+from raysgd.errors import ConfigError
 from raysgd.session import context
 
 #: Ray's log monitor shows what follows such a line as the name of the process; see ``ray._private.ray_constants``.
@@ -90,6 +92,7 @@ class Script:
         folder: The working directory of the command; the worker changes to it if it exists there.
         shipped_path: The path of the script in the folder that Ray copies to the workers and makes their working
             directory; None: Ray copies no folder.
+        module: Its name as a module of a package, ``package.train``, if it runs as ``python -m`` would run it.
         engine: The config for `raysgd.engine.config.current_engine_config`.
         token: See `OutputMark`.
     """
@@ -102,10 +105,13 @@ class Script:
         *,
         folder: str | None = None,
         shipped_path: str | None = None,
+        module: str | None = None,
         engine: EngineConfig | None = None,
         token: str = "",
     ) -> None:
-        self.__name__ = self.__qualname__ = Path(path).stem  # names the folder of the run
+        stem = Path(path).stem if module is None else module.removesuffix(".__main__").rpartition(".")[2]
+        self.__name__ = self.__qualname__ = stem  # names the folder of the run
+        self._module = module
         self._path = path
         self._source = source
         self._arguments = arguments
@@ -122,7 +128,7 @@ class Script:
         """
         with self._marked_output(), using_engine_config(self._engine) as is_read, self._placed() as (path, search):
             code = self._compile(path)
-            with _as_main(path, [path, *self._arguments], search) as namespace:
+            with _as_main(path, [path, *self._arguments], search, self._module) as namespace:
                 try:
                     exec(code, namespace)
                 except SystemExit as error:
@@ -158,6 +164,14 @@ class Script:
 
     def _folder_of_modules(self, path: str) -> str:
         """Return the folder of the script at ``path``; of a copy, the original folder if it exists here."""
+        if self._module is not None:
+            root = str(Path(path).parents[self._module.count(".")])
+            if path != self._path and self._shipped_path is None:
+                raise ConfigError(
+                    f"the module {self._module} is not on this machine at {self._path}: give --working-dir with the folder of "
+                    "its package, which Ray then copies, or install the package on all machines."
+                )
+            return root
         own = os.path.dirname(self._path)
         is_copy = path != self._path and self._shipped_path is None
         return own if is_copy and os.path.isdir(own) else os.path.dirname(os.path.realpath(path))  # as Python has it
@@ -212,8 +226,11 @@ def exit_status(code: Any) -> int:
 
 
 @contextlib.contextmanager
-def _as_main(path: str, argv: list[str], search: str) -> Iterator[dict[str, Any]]:
-    """Yield the namespace of a new module ``__main__``, which is in place until the end of the block."""
+def _as_main(path: str, argv: list[str], search: str, module: str | None) -> Iterator[dict[str, Any]]:
+    """Yield the namespace of a new module ``__main__``, which is in place until the end of the block.
+
+    As a ``module`` of a package it can import relatively, and its package is imported first.
+    """
     main = ModuleType("__main__")
     main.__dict__.update(
         __file__=path,
@@ -227,6 +244,12 @@ def _as_main(path: str, argv: list[str], search: str) -> Iterator[dict[str, Any]
     sys.path.insert(0, search)
     importlib.invalidate_caches()  # modules next to the script may be newer than this process
     try:
+        if module is not None:
+            package = module.rpartition(".")[0]
+            spec = importlib.machinery.ModuleSpec(module, main.__loader__, origin=path)
+            main.__dict__.update(__package__=package, __spec__=spec)
+            if package:
+                importlib.import_module(package)
         yield main.__dict__
     finally:
         _restore(saved_main)

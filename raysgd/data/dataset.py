@@ -135,7 +135,7 @@ class WorkerDataset:
             return StreamReader(
                 name, source, cursor, settings.rank, settings.attempt, settings.reader, is_whole=settings.is_whole
             )
-        return TableReader(name, source, StoredBlocks(source, fetch), selected=selected)
+        return TableReader(name, source, StoredBlocks(name, source, fetch), selected=selected)
 
 
 class WorkerDatasets:

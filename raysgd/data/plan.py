@@ -82,6 +82,9 @@ class Source:
         files: Where rows are read from files.
         window_rows: Rows of a window under ``shuffle="window"``.
         selection: Which rows belong to it, if it is a subset of a dataset.
+        nulls: Columns of numbers that have nulls, or may have some, with their number; None if it is unknown. None: unknown
+            of all columns.
+        schema: The pickled `pyarrow.Schema` that stored blocks are converted to, if they differ.
     """
 
     kind: SourceKind
@@ -90,6 +93,8 @@ class Source:
     files: Files | None = None
     window_rows: int = WINDOW_ROWS
     selection: FoldSelection | None = None
+    nulls: dict[str, int | None] | None = field(default=None, repr=False)
+    schema: bytes | None = field(default=None, repr=False)
 
     @property
     def stored_rows(self) -> tuple[int, ...]:

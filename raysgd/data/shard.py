@@ -137,9 +137,11 @@ class DatasetShard:
             device: Where tensors go; by default they stay in host memory. With ``prefetch`` they are pinned, and copied to a
                 CUDA device while the loop computes.
             drop_last: Leave out the last step if it has fewer than ``batch_size`` rows for every worker.
-            collate_fn: Makes the batch from a dict of NumPy arrays, or from the list of a map-style dataset's rows. It must
-                return new tensors: with ``prefetch`` earlier batches may still be waiting. They are moved to ``device``. It
-                is never called without rows: a worker without rows in the last step gets another row's batch, emptied.
+            collate_fn: Makes the batch from a dict of NumPy arrays, or from the list of a map-style dataset's rows. One that
+                takes a list of dicts, as those of torch and transformers do, gets that: if it fails on the dict of the first
+                batch, it is called with the list. It must return new tensors: with ``prefetch`` earlier batches may still be
+                waiting. They are moved to ``device``. It is never called without rows: a worker without rows in the last step
+                gets another row's batch, emptied.
             prefetch: Batches made ahead of the loop by a thread, at most about 256 MB of them. Only batches that take work are
                 made ahead: by ``collate_fn``, from a map-style dataset, or for a device other than the CPU. With 0, or with
                 ``Trainer(deterministic=True)``, each batch is made when the loop asks for it, so that random numbers
@@ -292,6 +294,8 @@ class DatasetShard:
 
         A worker may get one row less than another: in loops with collectives use batches.
         """
+        if isinstance(self._reader, TableReader):
+            self._reader.check_numbers(self._reader.columns)
         return Rows(self._loop(self._reader, (1, None), shuffle), self._read_rows)
 
     def first_batch(
@@ -370,6 +374,8 @@ class DatasetShard:
             )
         names = reader.columns if columns is None else check_columns(self._name, columns, reader.columns)
         reader = reader.select(names)
+        if format == "numpy":
+            reader.check_numbers(names)
         read = {"numpy": reader.arrays, "pandas": reader.frame, "pyarrow": reader.table}[format]
         return reader, lambda rows: read(rows, names)
 

@@ -19,6 +19,7 @@ from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedForward, AttachedHook
 from raysgd.engine.composing import Composition, check_parts
 from raysgd.engine.config import EngineConfig, current_engine_config, merge_configs
+from raysgd.engine.evaluation import gather_for_metrics
 from raysgd.engine.gradients import global_norm, scale
 from raysgd.engine.memory import KeptActivations, MemoryUse, measure
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps
@@ -141,7 +142,7 @@ class Engine:
             lr_scheduler_fn: Called with the optimizer that is returned; returns its scheduler.
             train_dataloader: Each copy of the model reads its shard; see `raysgd.torch.prepare_data_loader`. With
                 ``weighted_gradients=True`` the rows that it repeats at the end of an epoch are left out.
-            eval_dataloader: The same.
+            eval_dataloader: Each row is read on one copy of the model, and once; see ``train=False`` there.
             tensor_plan: A plan for ``tensor_parallel``: torch's styles by module path, or a function that is called with the
                 model and the mesh's axis ``"tp"``. None: it is made from the model's structure.
             sample_batch: Used by ``plan="auto"``: a batch of the loop, or shapes as `raysgd.engine.plan` takes them. Give the
@@ -189,7 +190,7 @@ class Engine:
         if train_dataloader is not None:
             prepared = prepare_data_loader(train_dataloader)
             train = FollowedLoader(prepared, self._on_batch, keeps_repeated=not self.config.weighted_gradients)
-        evaluate = None if eval_dataloader is None else prepare_data_loader(eval_dataloader)
+        evaluate = None if eval_dataloader is None else prepare_data_loader(eval_dataloader, train=False)
         return self._model, self._optimizer, self._scheduler, train, evaluate
 
     def _choose(self, **composed: Any) -> None:
@@ -343,6 +344,23 @@ class Engine:
             return self._weight * self._scale.scale
         dist.all_reduce(total, group=copies.get_group())
         return total * self._scale.scale / copies.size()
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """Return the entries of all ranks for the newest batch, in the order of the data, on every rank. All ranks call it.
+
+            for x, y in eval_loader:
+                predicted, expected = engine.gather_for_metrics((model(x).argmax(1), y))
+
+        Rows that a loader repeats, as loaders for training do at the end of an epoch, are dropped.
+
+        Args:
+            values: Tensors or lists with an entry for each row of the batch that a prepared loader has handed out last, or a
+                dict, tuple or list of such tensors.
+
+        Raises:
+            UsageError: No prepared loader has handed out a batch, or it is not known which rows it repeats.
+        """
+        return gather_for_metrics(values)
 
     # -- what the optimizer and the scheduler call ------------------------------------------------------------------------
 

@@ -1,18 +1,19 @@
-"""Evaluation on all ranks: a loader that leaves out repeated rows, and rows gathered in the order of the data. Worker side."""
+"""Evaluation on all ranks: a loader that says which rows it repeats, and rows gathered in the order of the data. Worker side."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from raysgd._util.text import with_article
 from raysgd.engine.rows import RowPlaces, count_rows
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api, context
-from raysgd.torch.loader import PreparedLoader
+from raysgd.torch.loader import PreparedLoader, newest
 
 T = TypeVar("T")
 _MISSING: Any = object()
@@ -108,6 +109,57 @@ class EvaluationLoader:
         of_ranks = [cut(*each) for each in api.gather(own)[:: self._ranks_apart]]
         total = self._places.total()
         return join(interleave(of_ranks, None if total is None else max(0, total - before * self._places.num_ranks)))
+
+
+def gather_for_metrics(values: Any) -> Any:
+    """Return what all ranks have for the newest batch of a prepared loader; see `raysgd.Engine.gather_for_metrics`."""
+    loader = newest.loader()
+    if loader is None:
+        raise UsageError(
+            "gather_for_metrics drops the rows that a loader has repeated, and no prepared loader has handed out a batch: give "
+            "the loader to engine.compose(eval_dataloader=...) or raysgd.torch.prepare_data_loader(loader, train=False)."
+        )
+    return _gather_own(values, RowPlaces(loader), newest.number)
+
+
+def _gather_own(values: Any, places: RowPlaces, number: int) -> Any:
+    if isinstance(values, Mapping):
+        return {name: _gather_own(value, places, number) for name, value in values.items()}
+    has_tensors = isinstance(values, list) and any(isinstance(each, torch.Tensor) for each in values)
+    if isinstance(values, tuple) or has_tensors:
+        gathered = [_gather_own(value, places, number) for value in values]
+        return type(values)(*gathered) if hasattr(values, "_fields") else type(values)(gathered)
+    ranks_apart = context.current().identity.workers_per_replica
+    if isinstance(values, list):
+        lists: list[list[Any]] = api.gather(values[: _num_own(len(values), places, number)])[::ranks_apart]
+        return interleave(lists, None) if places.by_rows else list(chain.from_iterable(lists))
+    if isinstance(values, DTensor):
+        values = values.full_tensor()
+    if not isinstance(values, torch.Tensor) or not values.ndim:
+        given = (
+            "a tensor without dimensions" if isinstance(values, torch.Tensor) else with_article(type(values).__name__)
+        )
+        raise UsageError(
+            f"gather_for_metrics got {given}; give tensors or lists with one entry for each row of the batch, or a dict, tuple "
+            "or list of such tensors. A mean over a batch is spread over its rows by loss.expand(num_rows)."
+        )
+    own = values[: _num_own(len(values), places, number)].detach().cpu()
+    pieces: list[torch.Tensor] = [each for each in api.gather(own)[::ranks_apart] if len(each)]
+    if places.by_rows:
+        pieces = interleave([torch.split(each, 1) for each in pieces], None)
+    return _join(pieces or [own]).to(values.device)
+
+
+def _num_own(num: int, places: RowPlaces, number: int) -> int:
+    """Return how many of the newest batch's entries belong to rows that no other rank counts; the first ones."""
+    if not places.repeats or (places.is_even and places.total() is None):
+        return num
+    if not (places.is_even and places.by_rows) or num > places.batch_size:
+        raise UsageError(
+            f"gather_for_metrics got {num} entries for a batch of a loader that repeats rows, and does not know which: call it "
+            "for each batch, of a loader from engine.compose(eval_dataloader=...) or prepare_data_loader(loader, train=False)."
+        )
+    return places.num_own(number, number * places.batch_size, num)
 
 
 def _cut(values: torch.Tensor, rows: list[int]) -> list[torch.Tensor]:

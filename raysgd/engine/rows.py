@@ -32,6 +32,7 @@ class RowPlaces:
         num_ranks: The number of data-parallel ranks.
         by_rows: Whether ranks take turns by rows; else by whole batches.
         batch_size: Rows of a full batch of this rank; 0 if batches have no fixed size.
+        repeats: Whether the loader may repeat rows.
         is_even: Whether each rank's place in the order of the data is known: row, or batch, r of N.
     """
 
@@ -41,6 +42,7 @@ class RowPlaces:
         batches: Any = loader.loader.batch_sampler
         self.by_rows = batches is not None and not isinstance(batches, StridedSampler)
         self.batch_size = int(getattr(batches, "batch_size", 0) or 0)
+        self.repeats = loader.train and self.num_ranks > 1
         self._uneven = batches if isinstance(batches, UnevenBatchSampler) else None
         sampler = loader.loader.sampler if batches is None else batches
         #: What splits the data over the ranks.
@@ -50,7 +52,7 @@ class RowPlaces:
 
     def total(self) -> int | None:
         """Return how many rows, or whole batches, all ranks have without the repeated ones; None: none are repeated."""
-        if self.num_ranks == 1 or not self.is_even:
+        if not self.is_even or not self.repeats:
             return None
         if isinstance(self._sampler, DistributedSampler):
             return len(self._sampler.dataset)  # type: ignore[arg-type]

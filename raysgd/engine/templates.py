@@ -202,15 +202,16 @@ class PreTrainer:
         model, optimizer, make_scheduler = self._provide_model()
         if make_scheduler is None:
             make_scheduler = self._default_scheduler(self._count_steps(loaders[0]))
-        self.model, optimizer, scheduler, train, evaluate = self.engine.compose(
+        self.model, optimizer, scheduler, train, _ = self.engine.compose(
             model=model,
             optimizer=optimizer,
             lr_scheduler_fn=make_scheduler,
             train_dataloader=loaders[0],
-            eval_dataloader=loaders[1],
         )
-        evaluation = None if evaluate is None else EvaluationLoader(evaluate)
-        test = None if loaders[2] is None else EvaluationLoader(prepare_data_loader(loaders[2]))
+        # A user's step may not take a batch without rows: these loaders repeat rows, which are not counted.
+        evaluation, test = (
+            None if each is None else EvaluationLoader(prepare_data_loader(each)) for each in loaders[1:]
+        )
         metrics = _Loop(self, optimizer, scheduler, train, evaluation).run()
         if test is not None:
             metrics |= {f"test_{name.removeprefix('eval_')}": value for name, value in self._evaluate(test).items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,17 @@ from raysgd.config.checks import check_count
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
 from raysgd.torch.devices import device, to_device
-from raysgd.torch.samplers import BatchSeeds, LoaderSeeds, Shard, UnevenBatchSampler
+from raysgd.torch.emptying import without_rows
+from raysgd.torch.own_shards import check_no_repeats, is_own_shard, stated_shard
+from raysgd.torch.samplers import (
+    BatchSeeds,
+    EvaluationBatches,
+    EvaluationItems,
+    EvaluationTurns,
+    LoaderSeeds,
+    Shard,
+    UnevenBatchSampler,
+)
 
 _Split = Callable[[Any, bool], Any]
 _END = object()
@@ -31,16 +42,21 @@ def prepare_data_loader(
     add_sampler: bool = True,
     move_to_device: bool = True,
     global_batch_size: int | None = None,
+    train: bool = True,
 ) -> PreparedLoader:
-    """Prepare a DataLoader for training on all workers. All its other settings are kept.
+    """Prepare a DataLoader for use on all workers. All its other settings are kept. All ranks call it.
 
-    Each rank reads its shard of the order, which is a function of the Trainer's seed (0 by default) and the epoch. All ranks
-    get equally many items, as gradients are averaged step by step. If the data does not divide by the number of workers, the
-    first items are repeated (also in validation, which counts them twice), or with ``drop_last=True`` the last ones dropped.
+    Each rank reads its shard of the order, which is a function of the Trainer's seed (0 by default) and the epoch. In training
+    all ranks get equally many items, as gradients are averaged step by step. If the data does not divide by the number of
+    workers, the first items are repeated, or with ``drop_last=True`` the last ones dropped.
 
-    Batch samplers, and samplers other than torch's sequential and shuffling ones, are read in full on every rank, and every
-    rank keeps each N-th item or batch. They must yield the same order on all ranks: a sampler with a length may draw from
-    Python's, NumPy's and torch's generators, which are seeded for it. A DistributedSampler is kept.
+    An evaluation, ``train=False``, reads each item once. All ranks get equally many batches, some of which have fewer items.
+    If there are not enough for all ranks, as in the last step of ``batch_size=1``, a rank gets a batch without items.
+
+    A sampler that takes its rank's shard itself is kept, such as a DistributedSampler, or any with ``num_replicas`` and
+    ``rank``. Batch samplers, and samplers other than torch's sequential and shuffling ones, are read in full on every rank, and
+    every rank keeps each N-th item or batch. A sampler with a length may draw from Python's, NumPy's and torch's generators,
+    which are seeded for it. If it yields different items on the ranks all the same, it is kept, as it takes a shard.
 
     Ranks that hold one copy of a model between them read the same rows. Rows that are augmented with random numbers are the same
     on all of them: Python's, NumPy's and torch's generators are seeded while a batch is read.
@@ -55,14 +71,18 @@ def prepare_data_loader(
         global_batch_size: Items per step on all workers together, of which each takes a slice. If it does not divide by the
             number of workers, the slices differ by one item, and gradients are averaged as if they did not. By default each
             worker takes batches of the loader's own size.
+        train: False for an evaluation, which counts each item once. A loader that was prepared for training is prepared again.
 
     Raises:
         UsageError: The loader has an IterableDataset and there are several workers: no sampler can split it.
         ConfigError: ``global_batch_size`` is less than the number of workers, or does not divide by it and the loader's data
-            is split already; or the loader makes no batches.
+            is split already; or the loader makes no batches; or its sampler takes another shard than this rank's, or yields
+            different orders on the ranks that are not shards.
     """
     if isinstance(loader, PreparedLoader):
-        return loader
+        if train or not loader.train:
+            return loader
+        return prepare_data_loader(loader._given, **loader._settings, train=False)
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"prepare_data_loader takes a torch DataLoader, not {with_article(type(loader).__name__)}.")
     if context.current().logical is not None:
@@ -71,7 +91,9 @@ def prepare_data_loader(
             "data to run(dataset=...), and loop over raysgd.torch.logical_steps."
         )
     target = device() if move_to_device else None
-    return PreparedLoader(_split_for_this_rank(loader, add_sampler, global_batch_size), target, make_batch_seeds())
+    split = _split_for_this_rank(loader, add_sampler, global_batch_size, train)
+    settings = {"add_sampler": add_sampler, "move_to_device": move_to_device, "global_batch_size": global_batch_size}
+    return PreparedLoader(split, target, make_batch_seeds(), given=loader, settings=settings, train=train)
 
 
 def make_batch_seeds() -> BatchSeeds | None:
@@ -79,6 +101,16 @@ def make_batch_seeds() -> BatchSeeds | None:
     session = context.current()
     is_shared = session.identity.workers_per_replica > 1
     return BatchSeeds(session.seed or 0, session.identity.data_parallel_rank) if is_shared else None
+
+
+class Newest:
+    """Holds the prepared loader that has handed out a batch last in this process, and the batch's number in its epoch."""
+
+    loader: Callable[[], PreparedLoader | None] = staticmethod(lambda: None)
+    number = 0
+
+
+newest = Newest()
 
 
 class PreparedLoader:
@@ -91,10 +123,23 @@ class PreparedLoader:
         loader: The DataLoader inside.
         epoch: The epoch that was started last, or after `set_epoch` the one that the next ``iter()`` starts.
         first_batch: The number of the batch that ``iter()`` begins with, if the DataLoader was set to a position by itself.
+        train: Whether items are repeated so that all ranks have equally many.
     """
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device | None, seeds: BatchSeeds | None = None) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        device: torch.device | None,
+        seeds: BatchSeeds | None,
+        *,
+        given: DataLoader[Any],
+        settings: dict[str, Any],
+        train: bool,
+    ) -> None:
         self.loader = loader
+        self.train = train
+        self._given = given
+        self._settings = settings
         self.first_batch = 0
         self._seeds = seeds
         self.epoch = 0
@@ -120,7 +165,7 @@ class PreparedLoader:
         sampler = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
         number = getattr(sampler, "num_left_out", 0) or self.first_batch
         batches = iter(self.loader)
-        return self._batches(batches if self._seeds is None else self._seeds.read(batches, self.epoch, number))
+        return self._batches(batches if self._seeds is None else self._seeds.read(batches, self.epoch, number), number)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -130,15 +175,21 @@ class PreparedLoader:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
         progress = context.current().progress
+        is_stand_in = getattr(self.loader.batch_sampler, "is_stand_in", None)
+        newest.loader = weakref.ref(self)
         while True:
             with progress.data:
                 batch = next(batches, _END)
             if batch is _END:
                 return
             progress.mark("batch")
+            if is_stand_in is not None and is_stand_in(number):
+                batch = without_rows(batch)
+            newest.number = number
             yield batch if self._device is None else to_device(batch, self._device)
+            number += 1
 
     def _forward_epoch(self) -> None:
         loader, batches = self.loader, self.loader.batch_sampler
@@ -148,27 +199,74 @@ class PreparedLoader:
                 set_epoch(self.epoch)
 
 
-def _split_for_this_rank(loader: DataLoader[Any], add_sampler: bool, global_batch_size: int | None) -> DataLoader[Any]:
+def _split_for_this_rank(
+    loader: DataLoader[Any], add_sampler: bool, global_batch_size: int | None, train: bool
+) -> DataLoader[Any]:
     session = context.current()
     changes: dict[str, Any] = {}
     is_iterable = isinstance(loader.dataset, IterableDataset)
-    splits = session.in_worker and add_sampler and not is_iterable
     rank, num_ranks = session.identity.data_parallel_rank, session.identity.data_parallel_size
+    if is_iterable and add_sampler and num_ranks > 1:
+        raise _unsplittable(loader, num_ranks)
+    shard = Shard(rank, num_ranks, session.seed or 0)
+    splits = session.in_worker and add_sampler and not is_iterable
+    if session.in_worker and not is_iterable and not train:
+        loader = _with_whole_order(loader, shard)
+    is_split = splits and is_own_shard(_sampler_of(loader), shard, loader.dataset)
+    splits = splits and not is_split
+    if session.in_worker and not is_iterable and not train and (is_split or stated_shard(_sampler_of(loader))):
+        check_no_repeats(_sampler_of(loader), shard, loader.dataset)
     batch_size = _batch_size(loader, global_batch_size, num_ranks, splits=splits)
     if session.in_worker:
         is_shared = session.identity.workers_per_replica > 1  # then ranks of a copy need equal seeds
         seeds = LoaderSeeds((session.seed or 0) if is_shared else session.seed, rank, loader.worker_init_fn)
         changes |= {"worker_init_fn": seeds, "generator": loader.generator or seeds.generator}
-    if is_iterable and add_sampler and num_ranks > 1:
-        raise _unsplittable(loader, num_ranks)
-    shard = Shard(rank, num_ranks, session.seed or 0)
-    if splits and global_batch_size is not None and global_batch_size % num_ranks:
+    if splits and not train:
+        changes |= _split_evaluation(loader, shard, global_batch_size)
+    elif splits and global_batch_size is not None and global_batch_size % num_ranks:
         changes |= _split_unevenly(loader, shard, global_batch_size)
     elif splits:
         changes |= _split_samplers(loader, shard.split, batch_size)
     elif batch_size is not None:
         changes |= _split_samplers(loader, lambda sampler, drop_last: sampler, batch_size)
     return _copy_with(loader, changes)
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return what is divided over the ranks: the sampler of rows, or a batch sampler of another type than torch's."""
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        return loader.sampler
+    return batches.sampler if type(batches) is BatchSampler else batches
+
+
+def _with_whole_order(loader: DataLoader[Any], shard: Shard) -> DataLoader[Any]:
+    """Return the loader with the order of all ranks in place of this rank's DistributedSampler, which repeats the first rows."""
+    sampler, batches = _sampler_of(loader), loader.batch_sampler
+    is_own = stated_shard(sampler) == (shard.rank, shard.num_ranks)
+    if type(sampler) is not DistributedSampler or sampler.drop_last or not is_own:
+        return loader
+    data: Any = sampler.dataset
+    whole: Any = DistributedSampler(data, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed)
+    if batches is None:
+        return _copy_with(loader, {"sampler": whole})
+    plain: Any = BatchSampler(whole, batches.batch_size, batches.drop_last)  # type: ignore[attr-defined]
+    return _copy_with(loader, {"batch_sampler": plain, "sampler": whole})
+
+
+def _split_evaluation(loader: DataLoader[Any], shard: Shard, size: int | None) -> dict[str, Any]:
+    """Return what `_split_samplers` does, without rows that are repeated."""
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        return {"sampler": EvaluationItems(loader.sampler, shard, drop_last=False)}
+    if type(batches) is not BatchSampler:
+        return {"batch_sampler": EvaluationTurns(batches, shard, drop_last=getattr(batches, "drop_last", False))}
+    size = size or batches.batch_size * shard.num_ranks
+    divided = EvaluationBatches(batches.sampler, shard, size, drop_last=batches.drop_last)
+    changes: dict[str, Any] = {"batch_sampler": divided}
+    if loader.batch_size is not None:
+        changes |= {"sampler": divided.sampler, "batch_size": divided.batch_size}
+    return changes
 
 
 def _split_samplers(loader: DataLoader[Any], split: _Split, batch_size: int | None) -> dict[str, Any]:
@@ -213,8 +311,7 @@ def _batch_size(
             f"global_batch_size={global_batch_size} leaves some of {num_workers} workers without an item: give {num_workers} "
             "or more."
         )
-    is_split = isinstance(loader.batch_sampler.sampler, DistributedSampler)
-    if global_batch_size % num_workers and (is_split or not splits):
+    if global_batch_size % num_workers and not splits:
         lower = global_batch_size - global_batch_size % num_workers
         raise ConfigError(
             f"global_batch_size={global_batch_size} does not divide by {num_workers} workers, and the loader's data is "

@@ -41,16 +41,13 @@ class Shard:
     def split(self, sampler: Any, drop_last: bool) -> Any:
         """Return a sampler that yields this rank's shard of what ``sampler`` yields.
 
-        torch's sequential and shuffling samplers become a `DistributedSampler`. A `DistributedSampler` stays as it is, since
-        it yields a shard already. All others are wrapped in a `StridedSampler`.
+        torch's sequential and shuffling samplers become a `DistributedSampler`. All others are wrapped in a `StridedSampler`.
 
         Args:
-            sampler: Yields items, or whole batches.
+            sampler: Yields items, or whole batches; those of all ranks.
             drop_last: Drop the remainder that does not divide by the number of ranks, instead of repeating the first items.
         """
-        if isinstance(sampler, DistributedSampler) or isinstance(getattr(sampler, "sampler", None), DistributedSampler):
-            return sampler
-        if type(sampler) is SequentialSampler or _is_plain_shuffle(sampler):
+        if type(sampler) is SequentialSampler or is_plain_shuffle(sampler):
             return DistributedSampler(
                 sampler.data_source,
                 num_replicas=self.num_ranks,
@@ -109,6 +106,8 @@ class StridedSampler(Sampler[Any]):
     on all ranks by itself, and ends with the last item that all ranks have.
     """
 
+    repeats = True  # the first items, so that all ranks have equally many
+
     def __init__(self, sampler: Any, shard: Shard, *, drop_last: bool) -> None:
         self.sampler = sampler
         self.shard = shard
@@ -126,8 +125,9 @@ class StridedSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         if not hasattr(self.sampler, "__len__"):
             return self._read_on_demand()
-        with seeded(self.shard.seed + self.epoch, *_generators(self.sampler)):
-            order = list(self.sampler)
+        order = draw_order(self.sampler, self.shard.seed + self.epoch)
+        if not self.repeats:
+            return self._every_nth(order)
         total = self._num_items(len(order)) * self.shard.num_ranks
         return self._every_nth(islice(chain(order, cycle(order)), total))
 
@@ -143,7 +143,80 @@ class StridedSampler(Sampler[Any]):
             yield one_each[self.shard.rank]
 
 
-def _is_plain_shuffle(sampler: Any) -> bool:
+class EvaluationItems(StridedSampler):
+    """Every N-th item, none twice: the last ranks may have one item fewer."""
+
+    repeats = False
+
+    def __len__(self) -> int:
+        return len(range(self.shard.rank, len(self.sampler), self.shard.num_ranks))
+
+
+class EvaluationTurns(StridedSampler):
+    """Every N-th batch of another sampler. All ranks have equally many: where there are none left, a batch stands in."""
+
+    def is_stand_in(self, number: int) -> bool:
+        """Whether this rank's batch of this number is another rank's too, so that its rows do not count."""
+        if not hasattr(self.sampler, "__len__"):
+            return False
+        return number * self.shard.num_ranks + self.shard.rank >= len(self.sampler)
+
+
+class EvaluationBatches(Sampler[list[Any]]):
+    """This rank's part of each step of an evaluation, which reads each item on one rank.
+
+    All ranks have equally many batches, as sharded models need all ranks for each. For that the last full step gives items to
+    the last one, if it had fewer than there are ranks. Where items do not suffice, with steps of one item for each rank, an
+    item stands in for the batch.
+
+    Args:
+        sampler: Yields items; must not be split already.
+        shard: This rank's shard.
+        size: Items of a step, on all ranks together.
+        drop_last: Drop a last step that is smaller.
+    """
+
+    def __init__(self, sampler: Any, shard: Shard, size: int, *, drop_last: bool) -> None:
+        self.sampler = shard.whole.split(sampler, drop_last=False)
+        self.shard = shard
+        self.size = size
+        self.drop_last = drop_last
+        self.batch_size = -(-size // shard.num_ranks)
+        self._ends: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._ends_of_steps(len(self.sampler)))
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        order = list(self.sampler)
+        self._ends = self._ends_of_steps(len(order))
+        for start, end in zip([0, *self._ends], self._ends, strict=False):
+            yield order[start:end][self.shard.rank :: self.shard.num_ranks] or order[:1]
+
+    def is_stand_in(self, number: int) -> bool:
+        """Whether this rank's batch of this number, in the epoch that was begun last, has no items of its own."""
+        start = self._ends[number - 1] if number else 0
+        return self._ends[number] - start <= self.shard.rank
+
+    def _ends_of_steps(self, num_items: int) -> list[int]:
+        num_steps = num_items // self.size if self.drop_last else -(-num_items // self.size)
+        ends = [min((step + 1) * self.size, num_items) for step in range(num_steps)]
+        if num_steps > 1 and (missing := self.shard.num_ranks - (ends[-1] - ends[-2])) > 0:
+            has_enough = self.size - missing >= self.shard.num_ranks
+            ends[-2] -= missing if has_enough else 0
+        return ends
+
+
+def draw_order(sampler: Any, seed: int) -> list[Any]:
+    """Return all that a sampler yields, while the generators that it may draw from are seeded."""
+    with seeded(seed, *_generators(sampler)):
+        return list(sampler)
+
+
+def is_plain_shuffle(sampler: Any) -> bool:
     """Whether the sampler shuffles all items: no replacement, and no limited number of samples."""
     return (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)

@@ -32,6 +32,7 @@ from raysgd.result import RunInfo, RunStatus
 from raysgd.trainer import assembly
 from raysgd.trainer.arguments import RunArguments
 from raysgd.trainer.channel import OVER, Channel
+from raysgd.trainer.lineage import earlier_checkpoints
 from raysgd.trainer.stream import ResultStream
 from raysgd.workers.placement.capacity import explain_busy
 from raysgd.workers.placement.cluster import list_nodes
@@ -126,7 +127,11 @@ class RunHandle:
         config = self._spec.checkpoint_config
         order = check_choice("mode", mode or config.score_order, ("max", "min"))
         policy = RetentionPolicy(None, metric or config.score_attribute, order)
-        scored = [_Scored(number, found.metrics, found) for number, found in self._checkpoints().items()]
+        own, run_dir = self._checkpoints(), self.run_dir
+        found = [*([] if run_dir is None else earlier_checkpoints(run_dir)), *(own[number] for number in sorted(own))]
+        scored = [
+            _Scored(place, each.metrics, each) for place, each in enumerate(found)
+        ]  # numbers begin again in each run
         if scored and not any(policy.can_rank(each.metrics) for each in scored):
             newest = max(scored, key=lambda each: each.number)
             raise MissingMetricError(

@@ -198,8 +198,6 @@ class Trainer:
 
         Raises:
             Exception: What train_func raised, as its own type; its ``__cause__`` has the worker's traceback and rank.
-            MissingMetricError: The run has succeeded, but no report had a metric that ``reduce`` names. The error has what
-                train_func returned, and results, checkpoints and files are there.
             ImportError: The package of a callback is not installed; the text names the extra to install.
             InfeasibleError: The cluster can never hold the workers.
             WorkerDiedError: Processes died more often than ``FailureConfig`` allows.
@@ -356,7 +354,7 @@ class Trainer:
         return self._latest.newest_checkpoint()
 
     def get_best_checkpoint(self, metric: str | None = None, mode: ScoreOrder | None = None) -> Checkpoint | None:
-        """Return the best checkpoint on storage of the latest run, or None.
+        """Return the best checkpoint on storage of the latest run, or of the runs that it was resumed from; None without one.
 
         Args:
             metric: Metric to rank by, ``val/acc`` for a nested one. None: ``CheckpointConfig.score_attribute``; without that

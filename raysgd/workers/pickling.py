@@ -26,13 +26,15 @@ import ray.cloudpickle
 
 from raysgd._util.tracebacks import hide_own_frames
 from raysgd.errors import ConfigError, SerializationError
+from raysgd.workers.annotations import with_names
 
 Reducers = Mapping[type, Callable[[Any], tuple[Any, ...]]]
 
 
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, reducers: Reducers) -> None:
+    def __init__(self, file: io.BytesIO, reducers: Reducers, *, gives_names: bool) -> None:
         super().__init__(file, protocol=5)
+        self._gives_names = gives_names
         self._reducers = tuple(reducers.items())
         own = super().dispatch_table
         self._ray_reducers = {
@@ -45,13 +47,18 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
                 return reduce(obj)
         if (ray_reduce := self._ray_reducers.get(type(obj))) is not None:
             return ray_reduce(obj)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        return with_names(obj, reduced) if self._gives_names else reduced
 
 
 def dumps(obj: Any, reducers: Reducers | None = None) -> bytes:
     """Pickle ``obj``; raise whatever one of its parts raises."""
     buffer = io.BytesIO()
-    _Pickler(buffer, reducers or {}).dump(obj)
+    try:
+        _Pickler(buffer, reducers or {}, gives_names=True).dump(obj)
+    except Exception:  # perhaps what an annotation names does not pickle, which the object does not need
+        buffer = io.BytesIO()
+        _Pickler(buffer, reducers or {}, gives_names=False).dump(obj)
     return buffer.getvalue()
 
 

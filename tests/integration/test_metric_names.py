@@ -41,27 +41,21 @@ def test_nested_metric_is_reduced_in_results_files_and_checkpoints(trainer: rays
     assert best is not None and best.load() == {"step": 0} and best.metrics["val"] == {"acc": 1}
 
 
-def test_name_that_never_comes_is_warned_about_and_an_error_at_the_end(
+def test_name_that_never_comes_is_warned_about_and_the_value_returned(
     trainer: raysgd.Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = trainer.run_generator(train_func, reduce={"los": "mean", "loss": "mean"}, returns="all", callbacks=quiet())
-    results: list[raysgd.Result] = []
-    with pytest.raises(MissingMetricError, match=r"no report of the run had 'los' \(did you mean 'loss'\?\)") as caught:
-        results.extend(stream)
-    assert [result["loss"] for result in results] == [1.5] * 4
-    assert caught.value.key == "los"
-    assert caught.value.returned == ["value of rank 0", "value of rank 1"]
-    with pytest.raises(MissingMetricError):
-        stream.get_returns()
-
+    assert [result["loss"] for result in stream] == [1.5] * 4
+    assert stream.get_returns() == ["value of rank 0", "value of rank 1"]
     newest = trainer.get_last_checkpoint()
-    assert newest is not None and newest.load() == {"step": 3} and str(newest.path) in str(caught.value)
+    assert newest is not None and newest.load() == {"step": 3}
     run = latest_run(trainer)
-    (warning,) = [text for text in run.warnings if "reduce=" in text]
-    assert warning.startswith("the reports of the first round have no 'los' (did you mean 'loss'?)")
-    assert trainer.run_info is not None and trainer.run_info.warnings == [warning]
-    assert warning in [record.getMessage() for record in caplog.records]
-    assert run.outcome == "error" and list(run.metrics["loss"]) == [1.5] * 4
+    first, last = [text for text in run.warnings if "reduce=" in text]
+    assert first.startswith("the reports of the first round have no 'los' (did you mean 'loss'?)")
+    assert last.startswith("no report of the run had 'los' (did you mean 'loss'?)")
+    assert trainer.run_info is not None and trainer.run_info.warnings == [first, last]
+    assert {first, last} <= {record.getMessage() for record in caplog.records}
+    assert run.outcome == "done" and list(run.metrics["loss"]) == [1.5] * 4
     check_history(str(trainer.run_dir))
     assert trainer.run(train_func, {"steps": 1}, callbacks=quiet()) == "value of rank 0"
 

@@ -25,7 +25,13 @@ def worlds() -> Iterator[Enter]:
     """Return a function that makes this process a worker: ``world(rank, size, seed=...)``."""
 
     def enter(
-        rank: int = 0, size: int = 1, *, seed: int | None = None, in_worker: bool = True, workers_per_replica: int = 1
+        rank: int = 0,
+        size: int = 1,
+        *,
+        seed: int | None = None,
+        in_worker: bool = True,
+        workers_per_replica: int = 1,
+        gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
         session = SimpleNamespace(
             progress=Progress(),
@@ -36,11 +42,40 @@ def worlds() -> Iterator[Enter]:
             in_worker=in_worker,
             deterministic=False,
             logical=None,
+            gather=gather or (lambda obj: [obj] * size),
         )
         context.install(cast(Any, session))
 
     yield enter
     context.uninstall()
+
+
+class _WaitsForRanksError(Exception):
+    """A rank waits for what the others have."""
+
+
+def on_ranks(world: Enter, size: int, call: Callable[[int], Any], **session: Any) -> list[Any]:
+    """Return what ``call`` returns on each rank, where all ranks gather values; each rank begins again when they are known."""
+    known: list[list[Any]] = []
+    while True:
+        asked: list[Any] = []
+        results = []
+        for rank in range(size):
+            answers = iter(known)
+
+            def gather(value: Any, answers: Iterator[list[Any]] = answers, asked: list[Any] = asked) -> list[Any]:
+                for answer in answers:
+                    return answer
+                asked.append(value)
+                raise _WaitsForRanksError
+
+            world(rank, size, gather=gather, **session)
+            with contextlib.suppress(_WaitsForRanksError):
+                results.append(call(rank))
+        if not asked:
+            return results
+        assert len(asked) == size, "some ranks gather, and others do not"
+        known.append(asked)
 
 
 class Augmented(Dataset[Any]):

@@ -6,12 +6,14 @@ import functools
 import inspect
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import lr_scheduler as schedulers
 
+import raysgd
 from raysgd.checkpoint.codecs.frameworks import extract_states
 from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
 from raysgd.errors import UnsafeStateError
@@ -240,6 +242,25 @@ def test_compiled_models_are_saved_without_prefix() -> None:
     check_saved_without_prefix(compiled)
     check_saved_without_prefix(torch.nn.DataParallel(compiled))
     check_saved_without_prefix(torch.compile(torch.nn.DataParallel(make_model())))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled_models_load_what_was_saved_of_them(tmp_path: Path) -> None:
+    with raysgd.local(dir=tmp_path):
+        compiled = torch.compile(make_model(), backend="eager")
+        raysgd.save_checkpoint({"model": compiled})
+        loaded = raysgd.load_checkpoint()["model"]
+    for again in (torch.compile(make_model(), backend="eager"), torch.nn.Sequential(torch.compile(make_model()))):
+        with torch.no_grad():
+            for parameter in again.parameters():
+                parameter.zero_()
+        is_part = isinstance(again, torch.nn.Sequential)
+        again.load_state_dict({f"0.{name}": value for name, value in loaded.items()} if is_part else loaded)
+        for ours, saved in zip(again.state_dict().values(), compiled.state_dict().values(), strict=True):
+            assert torch.equal(ours, saved)
+        again.load_state_dict(again.state_dict())
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        compiled.load_state_dict({**loaded, "more": torch.zeros(1)})
 
 
 def test_layer_called_module_keeps_its_name() -> None:

@@ -135,6 +135,38 @@ def test_folder_that_ray_copies_has_the_script(tmp_path: Path, script: str) -> N
     assert order.script._shipped_path == f"{tmp_path.name}/train.py"
 
 
+def test_module_takes_the_words_that_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vision").mkdir()
+    (tmp_path / "vision" / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for flag in ("-m", "--module"):
+        words = ["--num-workers", "2", flag, "vision.train", "--seed", "1", "-m", "x"]
+        with command.make_context("run", list(words)) as ctx:
+            order = make_order(command.given(ctx), ctx.params["words"][0], ctx.params["words"][1:])
+        assert order.given == {"--num-workers": 2}
+        assert order.script._arguments == ("--seed", "1", "-m", "x")
+        assert command.merge(words, ["--num-workers", "3"]) == ["--num-workers", "3", *words[2:]]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["-m"], "-m needs the name of a module: raysgd run -m PACKAGE.MODULE"),
+        (["-m", "vision.trian"], "-m vision.trian: there is no such module in"),
+        (["-m", "vision/train.py"], "-m vision/train.py is not the name of a module; give one such as package.train"),
+        (["-m", "vision"], "-m vision is a package without __main__.py; give one of its modules: vision.NAME"),
+    ],
+)
+def test_module_must_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], text: str
+) -> None:
+    (tmp_path / "vision").mkdir()
+    (tmp_path / "vision" / "__init__.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
 def test_script_that_is_not_python_ends_with_its_syntax_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

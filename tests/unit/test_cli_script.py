@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -16,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.cli.output import OutputProgress
+from raysgd.cli.run import find_module
 from raysgd.cli.script import OutputMark, Script, ScriptExit
 from raysgd.engine.config import EngineConfig
+from raysgd.errors import ConfigError
 from raysgd.trainer.arguments import check_train_func
 
 FACTS = """
@@ -185,6 +188,40 @@ def test_settings_that_no_engine_has_read_are_reported(tmp_path: Path, capsys: p
     assert capsys.readouterr().err == ""
     script_in(tmp_path, "", engine=settings)()
     assert "had no effect (precision, zero_stage): the script made no raysgd.Engine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["vision.train", "vision.tool"])
+def test_module_of_a_package_runs_as_python_would_run_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    package = tmp_path / f"pkg_{tmp_path.name[-3:]}" / "vision"
+    (package / "tool").mkdir(parents=True)
+    (package / "__init__.py").write_text("imported = True\n")
+    (package / "nets.py").write_text("size = 3\n")
+    facts = "size, __name__, __package__, __spec__.name, sys.argv, sys.path[0], vision.imported"
+    lines = f"import json, sys, vision\nfacts = [{facts}]\n"
+    lines += "json.dump(facts, open(sys.argv[1], 'w'))\n"
+    (package / "train.py").write_text(f"from .nets import size\n{lines}")
+    (package / "tool" / "__main__.py").write_text(f"from ..nets import size\n{lines}")
+    root = str(package.parent)
+    monkeypatch.chdir(root)
+    found = tmp_path / "facts.json"
+    before = surroundings()
+    module, path = find_module(name, root)
+    script = Script(path, Path(path).read_bytes(), (str(found),), folder=root, module=module)
+    assert script.__name__ == name.partition(".")[2]
+    try:
+        script()
+    finally:
+        for each in [each for each in sys.modules if each.partition(".")[0] == "vision"]:
+            del sys.modules[each]
+    assert surroundings() == before
+    ours = json.loads(found.read_text())
+    subprocess.run([sys.executable, "-m", name, str(found)], cwd=root, check=True, timeout=60)
+    assert ours == json.loads(found.read_text())
+    elsewhere = Script("/nowhere/vision/train.py", b"", module="vision.train")
+    with pytest.raises(ConfigError, match=r"the module vision.train is not on this machine .* give --working-dir"):
+        elsewhere()
 
 
 @pytest.mark.parametrize("source", ["import os; os.chdir('/')", "import os; os.chdir('/'); raise KeyError"])

@@ -9,12 +9,10 @@ import pytest
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
-from raysgd.controller.journal.outcome import outcome_data, outcome_error
 from raysgd.controller.machine.lifecycle import EXPLAIN_S, GATHER_S
 from raysgd.controller.rounds import RoundMerger
 from raysgd.controller.run_plan import Start
 from raysgd.controller.states import Closing, Ending, Preparing, has_succeeded
-from raysgd.errors import MissingMetricError
 from raysgd.session import events as e
 from raysgd.testing.simulation import (
     RETURNED,
@@ -529,7 +527,7 @@ def test_name_that_is_not_in_the_first_round_is_warned_about_once() -> None:
     assert warning["message"].startswith("the reports of the first round have no 'los' (did you mean 'loss'?), which")
 
 
-def test_name_that_never_came_is_an_error_when_everything_is_written() -> None:
+def test_name_that_never_came_is_a_warning_at_the_end_of_a_success() -> None:
     run = running()
     run.save()
     run.feed(MISSING)
@@ -537,11 +535,9 @@ def test_name_that_never_came_is_an_error_when_everything_is_written() -> None:
         run.leave(rank)
     assert run.outcome is None  # the checkpoint is not committed yet
     run.commit()
-    assert run.is_closed and run.outcome is not None
-    error = outcome_error(outcome_data(run.outcome))
-    assert isinstance(error, MissingMetricError) and error.key == "los" and error.returned is None
-    assert str(error).startswith("no report of the run had 'los' (did you mean 'loss'?), which reduce= names; ")
-    assert f"Its last checkpoint, to resume from, is {uri_of(1)}." in str(error)
+    assert run.is_closed and run.outcome is not None and run.outcome.kind == "done"
+    (warning,) = run.events("warning")
+    assert warning["message"].startswith("no report of the run had 'los' (did you mean 'loss'?), which reduce= names; ")
 
 
 def test_name_that_came_later_is_no_error() -> None:
@@ -550,10 +546,13 @@ def test_name_that_came_later_is_no_error() -> None:
     run.feed(c.MetricsMissing((), is_round_complete=True))
     finish(run)
     assert run.outcome is not None and run.outcome.kind == "done"
+    assert [warning["message"].partition(" have")[0] for warning in run.events("warning")] == [
+        "the reports of the first round"
+    ]
 
 
 @pytest.mark.parametrize("why", ["stopped", "resumed"])
-def test_run_that_may_have_been_too_short_warns_instead(why: str) -> None:
+def test_run_that_may_have_been_too_short_warns_too(why: str) -> None:
     run = running(start=Start("/given", 7)) if why == "resumed" else running()
     run.feed(MISSING)
     if why == "stopped":

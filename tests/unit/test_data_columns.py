@@ -127,6 +127,6 @@ def test_blocks_of_different_types_are_refused() -> None:
     plan.sources["train"] = other
     shard = WorkerDatasets(plan, 0, 1, 0, fetch=lambda value: value).get().get_split()
     with pytest.raises(
-        ConfigError, match=r"column 'c' .* rows of float64 of shape \(3,\) and int64 of shape \(\) in one"
+        ConfigError, match=r"column 'c' .* float64 of shape \(3,\) in block 1 and int64 of shape \(\) in others"
     ):
         list(shard.to_torch(3))

@@ -91,27 +91,20 @@ class RunLifecycle:
             self._warned_of_missing = True
             self._emit(
                 c.warning(
-                    f"the reports of the first round have no {given.described}. A later round may have it; a run that ends "
-                    "without it raises a MissingMetricError."
+                    f"the reports of the first round have no {given.described}. A later round may have it; without it, "
+                    "nothing is reduced by this name."
                 )
             )
 
-    def _check_reduced(self, outcome: Outcome) -> Outcome:
-        """Return the outcome, or a `MissingMetricError` instead of a success without a metric that ``reduce`` names.
-
-        A run that was stopped, or that resumed from a checkpoint, may have been too short for the metric.
-        """
-        if not self._missing.names or not outcome.is_success:
-            return outcome
-        message = f"no report of the run had {self._missing.described}."
-        if outcome.kind != "done" or self._plan.start.iteration > 0:
-            self._emit(c.warning(message))
-            return outcome
-        message += (
-            " Training itself has succeeded: what train_func returned is this error's attribute `returned`, and "
-            f"raysgd.load_run(run_dir, reduce={{...}}) reduces what was reported. {self.checkpoints.last_checkpoint}"
-        )
-        return Outcome("error", error_type="MissingMetricError", message=message, key=self._missing.names[0])
+    def _warn_of_missing(self, outcome: Outcome) -> None:
+        """Warn at the end of a success without a metric that ``reduce`` names. Hours of training do not fail by a name."""
+        if self._missing.names and outcome.is_success:
+            self._emit(
+                c.warning(
+                    f"no report of the run had {self._missing.described}. raysgd.load_run(run_dir, reduce={{...}}) reduces what "
+                    "was reported."
+                )
+            )
 
     # -- Preparing ----------------------------------------------------------------------------------------------------
 
@@ -321,7 +314,8 @@ class RunLifecycle:
             if self.checkpoints.store_held():  # not before: a worker might still have written it
                 return
             self.checkpoints.on_run_over()
-            outcome = self._check_reduced(self.state.outcome)
+            outcome = self.state.outcome
+            self._warn_of_missing(outcome)
             self._publish(outcome)
             self.preemption.kill_preempted()
             self.state = Closed(outcome)

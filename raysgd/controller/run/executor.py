@@ -544,4 +544,5 @@ def describe_run(request: RunRequest, info: RunInfo, group: WorkerGroup) -> dict
     workers = [{"rank": rank, **(worker.to_dict() if worker is not None else {})} for rank, worker in enumerate(found)]
     shown = {name: value for name, value in dataclasses.asdict(info).items() if name not in ("started_s", "warnings")}
     more = {"reduce": dict(request.reduce), "workers": workers, "started": info.started_s}
+    more["resumed_from"] = request.start.uri
     return {**request.description, **shown, **more}

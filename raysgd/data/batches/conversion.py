@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raysgd.data.batches.values import LabelSplit, Origin, Path, empty_batch, stack_items, writeable
+from raysgd.data.batches.collating import Collator
+from raysgd.data.batches.values import LabelSplit, Origin, Path, empty_batch, stack_items
 from raysgd.data.order.epoch_order import Indices
 from raysgd.data.plan import check_columns
 from raysgd.data.reading.readers import Arrays, ItemReader, TableReader
@@ -81,7 +82,7 @@ class BatchReader:
         reader: Reads the rows.
         columns: The columns to read; none for a map-style dataset.
         dtypes: A type for all columns, or a dict of types by column; None for those of the data.
-        collate_fn: As in `DatasetShard.to_torch`.
+        collate_fn: As in `DatasetShard.to_torch`; of a table, a `Collator`.
         conversion: Makes the framework's values.
     """
 
@@ -102,9 +103,7 @@ class BatchReader:
                 return conversion.collate(items, origin)
             return conversion.finish(self.collate_fn(items), origin)
         if self.collate_fn is not None:
-            arrays = reader.arrays(rows, self.columns)
-            made = self.collate_fn({column: writeable(array) for column, array in arrays.items()})
-            return conversion.finish(made, origin)
+            return conversion.finish(self.collate_fn(reader.arrays(rows, self.columns)), origin)
         batch = {
             column: conversion.convert(array, self._dtype_of(column), origin, (column,))
             for column, array in conversion.read(reader, rows, self.columns).items()
@@ -143,9 +142,11 @@ class BatchContents:
             names = reader.columns if self.columns is None else check_columns(dataset, self.columns, reader.columns)
         if isinstance(self.dtypes, Mapping):
             check_columns(dataset, self.dtypes, names, "dtypes")
+        reader.check_numbers(names)
         origin = Origin(dataset, "columns" if self.collate_fn is None else "collate_fn", split)
         dtypes = conversion.as_dtypes(self.dtypes)
-        return BatchReader(origin, reader.select(names), names, dtypes, self.collate_fn, conversion)
+        collate = None if self.collate_fn is None else Collator(self.collate_fn, dataset)
+        return BatchReader(origin, reader.select(names), names, dtypes, collate, conversion)
 
     def _check_compatible(self, dataset: str, reader: TableReader | ItemReader) -> None:
         method = self.method

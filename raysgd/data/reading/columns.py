@@ -67,7 +67,7 @@ class ArrowColumn:
             values = _fixed_width(taken, self._where)
             if values is not None:
                 return values
-        if _is_list(taken.type):
+        if is_list(taken.type):
             objects = _rows_of_lists(taken, self._where)
         else:
             objects = taken.to_numpy(zero_copy_only=False)
@@ -98,15 +98,20 @@ def _fixed_width(array: Any, where: str) -> NDArray[Any] | None:
     return numbers
 
 
+def nulls_message(where: str, num_nulls: int, num_rows: int, kind: Any) -> str:
+    """Say that a column of numbers has nulls, and what to do."""
+    return (
+        f"{where} has {num_nulls} nulls among {num_rows} values of {kind}, which NumPy and torch cannot represent. Fill or drop "
+        "them before the run, or read with iter_batches(format='pandas') or 'pyarrow'."
+    )
+
+
 def _refuse_nulls(array: Any, where: str) -> None:
     if array.null_count:
-        raise ConfigError(
-            f"{where} has {array.null_count} nulls among {len(array)} values of {array.type}, which NumPy and torch cannot "
-            "represent. Fill or drop them before the run, or read with iter_batches(format='pandas') or 'pyarrow'."
-        )
+        raise ConfigError(nulls_message(where, array.null_count, len(array), array.type))
 
 
-def _is_list(kind: Any) -> bool:
+def is_list(kind: Any) -> bool:
     return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 
 

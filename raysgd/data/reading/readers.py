@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from raysgd.data.order.epoch_order import Indices, as_range
 from raysgd.data.order.rank_assignment import RankAssignment
 from raysgd.data.plan import FoldSelection, Source, describe_column, select_rows
-from raysgd.data.reading.columns import Column, open_column
+from raysgd.data.reading.columns import Column, is_list, nulls_message, open_column
 from raysgd.data.reading.prefetch import Prefetchers
 from raysgd.errors import ConfigError
 
@@ -71,15 +72,30 @@ class Blocks(Protocol):
 class StoredBlocks:
     """Blocks in the object store. They are kept: they are views of shared memory, and shuffled epochs need all of them."""
 
-    def __init__(self, source: Source, fetch: Fetch) -> None:
+    def __init__(self, name: str, source: Source, fetch: Fetch) -> None:
+        self._name = name
         self._refs = source.blocks
         self._fetch = fetch
+        self._schema = None if source.schema is None else pickle.loads(source.schema)
         self._blocks: dict[int, Any] = {}
 
     def get(self, number: int) -> Any:
         if number not in self._blocks:
-            self._blocks[number] = self._fetch(self._refs[number])
+            block = self._fetch(self._refs[number])
+            self._blocks[number] = block if self._schema is None else self._converted(block, self._schema)
         return self._blocks[number]
+
+    def _converted(self, block: Any, schema: Any) -> Any:
+        columns = []
+        for field in schema:
+            try:
+                columns.append(block.column(field.name).cast(field.type))
+            except (pa.ArrowException, KeyError) as error:
+                raise ConfigError(
+                    f"{describe_column(self._name, field.name)} cannot have the type {field.type} in all blocks: {error}. Give "
+                    "it one type."
+                ) from error
+        return pa.table(columns, schema=schema)
 
     def close(self) -> None:
         self._blocks.clear()
@@ -104,6 +120,7 @@ class TableReader:
         self._selected_rows = selected
         self._columns: dict[int, dict[str, Column]] = {}
         self._schema = schema
+        self._types: dict[str, Any] = {}  # of the columns, in all blocks that were read
         self.prefetchers = Prefetchers()
 
     @property
@@ -141,6 +158,19 @@ class TableReader:
         self.prefetchers.stop()
         self._release_blocks()
 
+    def check_numbers(self, columns: Sequence[str]) -> None:
+        """Check that these columns have no nulls where NumPy has no value for them, as far as that is known before reading.
+
+        Raises:
+            ConfigError: A column has nulls.
+        """
+        for column in columns:
+            if count := (self._source.nulls or {}).get(column):
+                kind = self.schema.field(column).type
+                raise ConfigError(
+                    nulls_message(describe_column(self._name, column), count, self._source.num_rows, kind)
+                )
+
     def _release_blocks(self) -> None:
         self._columns.clear()
         self._blocks.close()
@@ -166,6 +196,8 @@ class TableReader:
         parts, places = [], []
         for number, wanted, at in self._pieces(rows):
             block = self._blocks.get(number).select(columns)
+            for column in columns:
+                self._check_type(number, block, column)
             if isinstance(wanted, range):
                 parts.append(block.slice(wanted.start, len(wanted)))
             else:
@@ -178,13 +210,51 @@ class TableReader:
         return table.take(pa.array(np.argsort(np.concatenate(places), kind="stable")))
 
     def frame(self, rows: Indices, columns: Sequence[str]) -> Any:
-        """Return a pandas DataFrame. Rows with axes of their own become a column of arrays."""
-        if self._source.kind != "arrays":
-            return self.table(rows, columns).to_pandas()
+        """Return a pandas DataFrame. Rows with axes of their own become a column of arrays.
+
+        A column has one type in all batches: integers and booleans that may have nulls get pandas's nullable types, and
+        dictionaries become their values.
+        """
         import pandas as pd
 
+        if self._source.kind != "arrays":
+            table = self.table(rows, columns)
+            for column in columns:
+                if is_list(table.schema.field(column).type) and _has_gaps(table.column(column)):
+                    raise ConfigError(
+                        f"{describe_column(self._name, column)} has nulls within its lists of whole numbers, which pandas would "
+                        "round. Read it with iter_batches(format='pyarrow'), or fill them before the run."
+                    )
+            own = [column for column in columns if self._has_own_type(column, table.schema.field(column).type)]
+            frame = table.drop_columns(own).to_pandas() if own else table.to_pandas()
+            if not own:
+                return frame
+            series = {column: self._nullable(table.column(column)) for column in own}
+            return pd.DataFrame({column: series[column] if column in series else frame[column] for column in columns})
         arrays = self.arrays(rows, columns)
         return pd.DataFrame({name: array if array.ndim == 1 else list(array) for name, array in arrays.items()})
+
+    def _has_own_type(self, column: str, kind: Any) -> bool:
+        """Whether pandas's type of a column would depend on the values of a batch."""
+        if pa.types.is_dictionary(kind):
+            return True
+        nulls = self._source.nulls
+        may_have_nulls = nulls is None or column in nulls
+        return may_have_nulls and (pa.types.is_integer(kind) or pa.types.is_boolean(kind))
+
+    def _nullable(self, column: Any) -> Any:
+        """Return a column as a pandas Series of a type that does not depend on its values."""
+        import pandas as pd
+
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        kind = column.type
+        if pa.types.is_boolean(kind):
+            return column.to_pandas(types_mapper=lambda _: pd.BooleanDtype())
+        if pa.types.is_integer(kind):
+            name = f"{'UInt' if pa.types.is_unsigned_integer(kind) else 'Int'}{kind.bit_width}"
+            return column.to_pandas(types_mapper=lambda _: pd.api.types.pandas_dtype(name))
+        return column.to_pandas()
 
     def _array(self, pieces: list[_Piece], num_rows: int, column: str, dense: bool) -> NDArray[Any]:
         taken = [self._column(number, column).take(rows, dense=dense) for number, rows, _ in pieces]
@@ -247,8 +317,23 @@ class TableReader:
                 raise ConfigError(
                     f"{describe_column(self._name, column)} is missing from block {number}; it has {block.column_names}."
                 )
+            self._check_type(number, block, column)
             opened[column] = open_column(block, column, describe_column(self._name, column))
         return opened[column]
+
+    def _check_type(self, number: int, block: Any, column: str) -> None:
+        """Check that a column has the type of the blocks that were read before.
+
+        Raises:
+            ConfigError: It has another one.
+        """
+        found = _kind_of(block[column] if isinstance(block, dict) else block.schema.field(column).type)
+        known = self._types.setdefault(column, found)
+        if known != found:
+            raise ConfigError(
+                f"{describe_column(self._name, column)} has values of {found} in block {number} and {known} in others; give it "
+                "one type and shape."
+            )
 
     def _as_arrow(self, column: str, array: NDArray[Any]) -> Any:
         try:
@@ -321,3 +406,28 @@ class ItemReader:
         """Release the dataset and stop prefetching. The reader can be used again."""
         self.prefetchers.stop()
         self._dataset = None
+
+
+def _kind_of(column: Any) -> str:
+    """Return the type that the values of an array, or of an Arrow type, have for a loop."""
+    if isinstance(column, np.ndarray):
+        return f"{column.dtype} of shape {column.shape[1:]}"
+    if pa.types.is_dictionary(column):
+        column = column.value_type
+    is_text = any(test(column) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
+    return "strings" if is_text or pa.types.is_null(column) else str(column)
+
+
+def _has_gaps(column: Any) -> bool:
+    """Whether lists of integers or booleans have nulls, for which pandas would take floating-point numbers."""
+    for chunk in column.chunks:
+        values = chunk
+        while is_list(values.type):
+            values = values.flatten()
+        if (
+            values is not chunk
+            and values.null_count
+            and (pa.types.is_integer(values.type) or pa.types.is_boolean(values.type))
+        ):
+            return True
+    return False

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from raysgd._util.text import with_article
 from raysgd.data.plan import WINDOW_ROWS, FilePart, Files, Source
 from raysgd.data.reading.files import FileReadOptions
+from raysgd.data.sources.column_types import common_schema, nulls_of_files
 from raysgd.errors import ConfigError
 
 #: Consecutive row groups of a file are read together, up to about this size.
@@ -78,11 +79,16 @@ def source_of_paths(name: str, given: Any) -> Source:
         dataset = ds.FileSystemDatasetFactory(filesystem, files, file_format, options).finish()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _unreadable_error(name, files[0], error) from error
-    return source_of_dataset(name, dataset)
+    return source_of_dataset(name, dataset, has_schema=False)
 
 
-def source_of_dataset(name: str, dataset: Any) -> Source:
+def source_of_dataset(name: str, dataset: Any, *, has_schema: bool = True) -> Source:
     """Return the source of the files of a `pyarrow.dataset.Dataset`.
+
+    Args:
+        name: Its name for messages.
+        dataset: The dataset.
+        has_schema: Whether its schema is to be kept; else the types of a column are those that hold the values of all files.
 
     Raises:
         ConfigError: A file cannot be read, or its columns differ from those of the first file.
@@ -96,13 +102,15 @@ def source_of_dataset(name: str, dataset: Any) -> Source:
         if not hasattr(fragment, "path"):
             raise ConfigError(f"dataset {name!r} is a union of files and of tables in memory; give one or the other.")
 
-    def inspect(number: int) -> tuple[int | None, list[_SizedPart]]:
-        return _inspect_file(name, number, fragments[number], schema, condition)
-
     with ThreadPoolExecutor(min(_NUM_READERS, max(1, len(fragments)))) as pool:
-        inspected = list(pool.map(inspect, range(len(fragments))))
-    sizes = tuple(size for size, _ in inspected)
-    parts = [part for _, of_file in inspected for part in of_file if part.num_rows]
+        sizes = tuple(pool.map(lambda fragment: _open_file(name, fragment), fragments))
+        if not has_schema:
+            schema = common_schema(name, schema, map(_path_and_schema, fragments))
+
+        def inspect(number: int) -> list[_SizedPart]:
+            return _inspect_file(name, number, fragments[number], sizes[number], schema, condition)
+
+        parts = [part for of_file in pool.map(inspect, range(len(fragments))) for part in of_file if part.num_rows]
     formats: list[tuple[Any, Any]] = []
     format_of = [_index(formats, (fragment.format, fragment.filesystem)) for fragment in fragments]
     partitions = [fragment.partition_expression for fragment in fragments]
@@ -119,6 +127,7 @@ def source_of_dataset(name: str, dataset: Any) -> Source:
         tuple(part.num_rows for part in parts),
         Files(tuple(fragment.path for fragment in fragments), sizes, pickle.dumps(read_options)),
         window_rows=_window_rows(parts),
+        nulls=nulls_of_files(name, fragments, schema, is_filtered=condition is not None),
     )
 
 
@@ -230,19 +239,42 @@ def _format_of(name: str, path: str) -> str:
     return _FORMATS[ending]
 
 
-def _inspect_file(
-    name: str, number: int, fragment: Any, schema: Any, condition: Any
-) -> tuple[int | None, list[_SizedPart]]:
-    """Return the size of a file in bytes, or None if its storage does not say, and its parts."""
+def _open_file(name: str, fragment: Any) -> int | None:
+    """Read the metadata of a file; return its size in bytes, or None if its storage does not say."""
     import pyarrow as pa
 
     try:
-        # The size is read first, so that workers notice a change that happens while this function reads.
+        # The size is read first, so that workers notice a change that happens while the driver reads.
         size: int | None = fragment.filesystem.get_file_info(fragment.path).size
+        fragment.physical_schema  # noqa: B018 - the fragment keeps it
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable_error(name, fragment.path, error) from error
+    return size
+
+
+def _path_and_schema(fragment: Any) -> tuple[str, Any]:
+    """Return a file's path, and the schema of its columns that are not in the path."""
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+
+    in_path = ds.get_partition_keys(fragment.partition_expression)
+    physical = fragment.physical_schema
+    return fragment.path, physical if not in_path else pa.schema(
+        [each for each in physical if each.name not in in_path]
+    )
+
+
+def _inspect_file(
+    name: str, number: int, fragment: Any, size: int | None, schema: Any, condition: Any
+) -> list[_SizedPart]:
+    """Return the parts of a file."""
+    import pyarrow as pa
+
+    try:
         _check_columns(name, fragment, schema)
         if not hasattr(fragment, "row_groups"):
-            return size, [_SizedPart(FilePart(number), _count_rows(fragment, schema, condition), size or 0)]
-        return size, list(_row_groups(number, fragment, schema, condition))
+            return [_SizedPart(FilePart(number), _count_rows(fragment, schema, condition), size or 0)]
+        return list(_row_groups(number, fragment, schema, condition))
     except (pa.ArrowException, OSError) as error:
         raise _unreadable_error(name, fragment.path, error) from error
 
@@ -303,7 +335,8 @@ def _check_columns(name: str, fragment: Any, schema: Any) -> None:
             )
         kinds = [physical.field(field.name).type, field.type]
         has_no_own_type = any(pa.types.is_null(kind) or pa.types.is_dictionary(kind) for kind in kinds)
-        if not has_no_own_type and pa.types.is_primitive(kinds[0]) != pa.types.is_primitive(kinds[1]):
+        is_other_kind = any(test(kinds[0]) != test(kinds[1]) for test in (pa.types.is_primitive, pa.types.is_boolean))
+        if not has_no_own_type and is_other_kind:
             raise ConfigError(
                 f"dataset {name!r}: column {field.name!r} has type {kinds[0]} in {fragment.path} and {kinds[1]} in other "
                 "files; write it with one type."

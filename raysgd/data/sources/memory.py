@@ -142,7 +142,7 @@ def blocks_of_rows(name: str, rows: Sequence[Mapping[Any, Any]]) -> list[tuple[A
                 f"row {index} of dataset {name!r} has the keys {sorted(map(str, row))}, but row 0 has "
                 f"{sorted(map(str, columns))}; give all rows the same keys."
             )
-    return blocks_of_arrays(name, {column: _stack([row[column] for row in rows]) for column in columns})
+    return blocks_of_arrays(name, {column: _stack(name, column, [row[column] for row in rows]) for column in columns})
 
 
 def _cut(num_rows: int, num_bytes: int) -> list[range]:
@@ -198,15 +198,47 @@ def _common_length(name: str, arrays: Arrays) -> int:
     return next(iter(lengths.values()))
 
 
-def _stack(values: list[Any]) -> NDArray[Any]:
+def _stack(name: str, column: str, values: list[Any]) -> NDArray[Any]:
     values = [value.detach().cpu().numpy() if hasattr(value, "detach") else value for value in values]
     try:
         stacked = np.asarray(values)
     except ValueError:  # ragged
         stacked = np.asarray(None)
     if stacked.ndim and stacked.dtype.kind not in "USO":
+        if stacked.ndim == 1 and stacked.dtype.kind == "f":
+            _check_exact(name, column, values)
         return stacked
     objects = np.empty(len(values), object)
+    number = _number_type(name, column, values)
     for index, value in enumerate(values):
+        value = number(value) if number is not None and value is not None else value
         objects[index] = np.asarray(value) if isinstance(value, (list, tuple)) else value
     return objects
+
+
+def _number_type(name: str, column: str, values: list[Any]) -> Any:
+    """Return the type of numbers among which there are gaps; None if there are other values too.
+
+    Without it, a batch would have the type of its own numbers.
+    """
+    numbers = [value for value in values if value is not None]
+    if len(numbers) == len(values) or not all(isinstance(value, (bool, int, float, np.number)) for value in numbers):
+        return None
+    kind = np.asarray(numbers).dtype
+    if kind.kind == "f":
+        _check_exact(name, column, numbers)
+    return kind.type if kind.kind in "biuf" else None
+
+
+def _check_exact(name: str, column: str, values: list[Any]) -> None:
+    """Check that integers among floating-point numbers keep their values.
+
+    Raises:
+        ConfigError: One is too large.
+    """
+    for index, value in enumerate(values):
+        if type(value) is int and int(float(value)) != value:
+            raise ConfigError(
+                f"{describe_column(name, column)} has the integer {value} in row {index} and a type that cannot hold it, as "
+                "other rows are floating-point or negative numbers: give all rows one type."
+            )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
 from raysgd._util.text import with_article
 from raysgd.data.plan import UNNAMED, DatasetPlan, Source
+from raysgd.data.sources.column_types import common_schema_of_blocks, nulls_of_table
 from raysgd.data.sources.memory import (
     arrow_blocks,
     blocks_of_arrays,
@@ -143,7 +144,7 @@ class _Resolver:
             return Source("stream", (self.start(given),), ())
         if (table := _table(name, given)) is not None:
             schema = schema_of_hugging_face(name, given, table.schema) if _is(given, "datasets", "Dataset") else None
-            return self._store("arrow", arrow_blocks(name, table, schema))
+            return replace(self._store("arrow", arrow_blocks(name, table, schema)), nulls=nulls_of_table(table))
         if isinstance(given, Mapping) and _is_columns(given):
             return self._store("arrays", blocks_of_arrays(name, dict(_leaves(given))))
         if isinstance(given, list) and given and all(isinstance(row, Mapping) for row in given):
@@ -216,14 +217,21 @@ def _is_decoded(feature: Any) -> bool:
 
 
 def _from_ray(name: str, dataset: Any) -> Source:
-    rows = [entry.metadata.num_rows for bundle in dataset.iter_internal_ref_bundles() for entry in bundle.blocks]
+    bundles = list(dataset.iter_internal_ref_bundles())
+    rows = [entry.metadata.num_rows for bundle in bundles for entry in bundle.blocks]
+    schema = common_schema_of_blocks(name, [getattr(bundle, "schema", None) for bundle in bundles if bundle.num_rows()])
     refs = dataset.to_arrow_refs()
     if len(refs) != len(rows):
         raise ConfigError(
             f"dataset {name!r}: Ray Data returned {len(refs)} blocks but {len(rows)} row counts, so rows cannot be located."
         )
     full = [(ref, count) for ref, count in zip(refs, rows, strict=True) if count]
-    return Source("arrow", tuple(ref for ref, _ in full), tuple(count for _, count in full))
+    return Source(
+        "arrow",
+        tuple(ref for ref, _ in full),
+        tuple(count for _, count in full),
+        schema=None if schema is None else pickle.dumps(schema),
+    )
 
 
 def _check_items(name: str, given: Any) -> None:

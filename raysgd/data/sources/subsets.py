@@ -53,4 +53,5 @@ class DatasetSubset:
         ends = np.cumsum(whole.block_rows, dtype=np.int64)
         counts = selected_before[ends] - selected_before[ends - np.asarray(whole.block_rows, np.int64)]
         selection = FoldSelection(folds, self._fold, self._is_complement, whole.block_rows)
-        return replace(whole, block_rows=tuple(counts.tolist()), selection=selection)
+        nulls = None if whole.nulls is None else dict.fromkeys(whole.nulls)  # the subset may be without them
+        return replace(whole, block_rows=tuple(counts.tolist()), selection=selection, nulls=nulls)
