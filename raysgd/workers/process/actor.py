@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 
 from raysgd._util.imports import uncollected
 from raysgd.backends.base import BackendConfig, Member
-from raysgd.backends.flight_recorder import Collective
+from raysgd.backends.flight_recorder import Collective, CollectiveId
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.errors import StorageError
 from raysgd.session.progress import Heartbeat
@@ -307,13 +307,18 @@ class WorkerActor(Watched):
         current = self._current.get()
         return Heartbeat() if current is None else current.heartbeat()
 
-    def position(self) -> Position:
-        """Return where train_func is; if it does not run, only what it has communicated."""
+    def position(self, asked: Collection[CollectiveId] = ()) -> Position:
+        """Return where train_func is; if it does not run, only what it has communicated.
+
+        Args:
+            asked: The collectives that other ranks wait in.
+        """
         if (current := self._current.get()) is not None:
-            return current.position()
+            return current.position(asked)
         from raysgd.workers.process.position import find_collectives  # not for a cold start
 
-        return Position(find_collectives(self._backend))
+        last, begun = find_collectives(self._backend, asked)
+        return Position(last, begun=begun)
 
     def flight_record(self, folder: str) -> tuple[Collective, ...]:
         """Return the last collectives of this rank, and write its whole flight record into ``folder``."""
