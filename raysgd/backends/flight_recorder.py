@@ -29,7 +29,7 @@ class Collective:
     """A collective that a rank began in a process group, or a send or receive: a collective of two ranks.
 
     Attributes:
-        group: The name of the process group. For sends and receives it also has the direction, see `Transfers`.
+        group: The name of the process group. For sends and receives it also has the direction.
         number: The collective's sequence number in the group, from 1; the same on all ranks.
         operation: For example ``gloo:all_reduce``; empty if it is unknown.
         sizes: The shapes of the inputs.
