@@ -105,7 +105,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """What a framework has recorded of the collectives of a process.
+    """A framework's record of the collectives of a process.
 
     Attributes:
         last: The last collective of each group, and the sends and receives that are not done.

@@ -139,7 +139,7 @@ def test_rank_that_has_passed_the_number_with_another_collective_has_not_joined(
 
 
 def test_rank_that_has_joined_and_returned_is_not_missing() -> None:
-    """The rest of a slow collective, which rank 0 left while it ran, goes on without train_func."""
+    """The rest of a slow collective, which rank 0 left while it ran, needs no train_func."""
     watched = Watched(computes(done(7)), waits(last(5)), returned=(0,))
     watched.begun[0] = (last(5),)
     assert watched.watch(3600) == []

@@ -74,7 +74,7 @@ class _Rank:
         return next((one for one in known if one.is_asked_for(asked)), None)
 
     def has_denied(self, asked: CollectiveId) -> bool:
-        """Return True if the rank has answered that it has not begun a collective."""
+        """Return True if the rank was asked for a collective and has none of that number."""
         return asked in self.asked and self.position.begun is not None and self.begun(asked) is None
 
 
