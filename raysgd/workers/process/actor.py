@@ -225,7 +225,7 @@ class WorkerActor(Watched):
         if self._backend.should_replace_process():
             return Prepared("their framework has not freed all resources of earlier groups")
         if order.is_run or not self._is_reset:
-            self._baseline.restore()
+            self._baseline.restore(may_freeze=not self._is_in_group and not self._instances.is_in_group)
             self._is_reset = True
         if order.visible_gpus:
             # CUDA reads the variable once, so this process keeps the GPUs that it saw first, whatever others the group gets.
@@ -268,7 +268,8 @@ class WorkerActor(Watched):
             self._termination.remind()
         self._modules.note_loaded()
         del attempt, sender  # they refer to what train_func returned
-        self._baseline.settle()
+        if not self._is_in_group:
+            self._baseline.settle()
 
     def payloads(self, attempt: int) -> Iterator[Any]:
         """Yield what this rank saves in an attempt, each part as an array of bytes. The controller owns the items."""
@@ -383,6 +384,7 @@ class WorkerActor(Watched):
         self._current.forget()
         self._is_in_group = False
         self._backend.destroy_process_group()
+        self._baseline.settle()
 
     def _on_sigterm(self) -> bool:
         """Handle SIGTERM in the main thread: the first one ends the attempt in order, the second one ends the process."""
