@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from raysgd._util.imports import imported
 from raysgd.backends import torch_compiler, torch_groups, torch_scripts, torch_transfers
-from raysgd.backends.base import Backend, BackendConfig, Member
+from raysgd.backends.base import Backend, BackendConfig, Member, refuse_shared_gpu
 from raysgd.backends.flight_recorder import FlightRecord, display_name, last_of_each_group, read_collectives
 from raysgd.backends.rendezvous import address_family, find_interface
 from raysgd.backends.torch_exchange import ExchangeWatch
@@ -235,6 +235,11 @@ class TorchBackend(Backend):
         self.set_device()
         backend = self._config.backend or ("nccl" if member.has_gpu and not member.shares_gpu else "gloo")
         _check_available(backend)
+        if backend == "nccl" and member.shares_gpu and member.world_size > 1:
+            raise ConfigError(
+                f"{refuse_shared_gpu(member)} Give each worker a GPU of its own (gpus_per_worker=1), or use gloo: "
+                "TorchConfig(backend=None) chooses it for workers that share a GPU."
+            )
         if self._rendezvous is None or self._rendezvous.address != member.rendezvous:
             self._rendezvous = Rendezvous(member.rendezvous)
         _set_environment(member)
