@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raysgd.backends.flight_recorder import FROM_ANY, Collective, Transfer, display_name
+from raysgd.errors import UsageError
 
 #: An attribute of the functions that `install` puts in place.
 _MARK = "_is_of_raysgd"
@@ -65,6 +66,8 @@ def _recorded_transfer(operation: str, original: Callable[..., Any]) -> Callable
 
     @functools.wraps(original)
     def transfer(group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tensors[0].is_cpu:
+            _refuse_gloo(group, tensors[0].device)
         work = original(group, tensors, *args, **kwargs)
         if tensors[0].is_cpu:  # otherwise it is nccl, whose sends and receives the flight recorder has
             *peer, tag = *args, *kwargs.values()
@@ -73,6 +76,15 @@ def _recorded_transfer(operation: str, original: Callable[..., Any]) -> Callable
 
     setattr(transfer, _MARK, True)
     return transfer
+
+
+def _refuse_gloo(group: Any, device: Any) -> None:
+    """Raise a UsageError for a tensor that gloo would take for one of the CPU: it ends the process at its address."""
+    if group._get_backend(device).name() == "gloo":
+        raise UsageError(
+            f"gloo cannot send or receive a tensor on {device}: send tensor.cpu(), receive into a tensor on the CPU, or give "
+            "each worker a GPU of its own (gpus_per_worker=1), which makes a group of nccl."
+        )
 
 
 def _recorded_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
