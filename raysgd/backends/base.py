@@ -59,6 +59,14 @@ class Member:
     attempt: int = 1
 
 
+def refuse_shared_gpu(member: Member) -> str:
+    """Return why workers that share a GPU cannot form a group of nccl: the first sentence of an error."""
+    return (
+        f"The {member.world_size} workers share GPUs (each was given a fraction of one, or they have MIG devices), and nccl, "
+        'by which GPUs communicate, refuses two members on one GPU ("Duplicate GPU detected").'
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackendConfig(ABC):
     """Settings of a backend: a frozen keyword-only dataclass, checked when it is created."""

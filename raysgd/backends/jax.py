@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member
+from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member, refuse_shared_gpu
 from raysgd.backends.gloo_sockets import Address, GlooListeners, list_listeners
 from raysgd.backends.rendezvous import find_free_address
 from raysgd.config.argument_names import refuse_unknown_fields
@@ -139,6 +139,7 @@ class JaxBackend(Backend):
         member = replace(member, attempt=0)
         if member == self._member:  # the group was kept
             return
+        self._check_gpus(member)
         _check_no_devices()
         self._choose_devices(member)
         self._member = member
@@ -189,8 +190,19 @@ class JaxBackend(Backend):
             return False
         return any(word in text for word in ("gloo", "nccl", "unavailable", "coordination", "connection", "heartbeat"))
 
+    def _platform_of(self, member: Member) -> str:
+        return self._config.platform or ("cuda" if member.has_gpu else "cpu")
+
+    def _check_gpus(self, member: Member) -> None:
+        if member.shares_gpu and member.world_size > 1 and self._platform_of(member) in ("cuda", "rocm"):
+            raise ConfigError(
+                f"{refuse_shared_gpu(member)} Give each worker a GPU of its own (gpus_per_worker=1), or train on CPUs "
+                '(JaxConfig(platform="cpu")). Workers that do not communicate can share a GPU with backend="none": set '
+                "XLA_PYTHON_CLIENT_MEM_FRACTION for each, because JAX takes three quarters of the memory."
+            )
+
     def _choose_devices(self, member: Member) -> None:
-        platform = self._config.platform or ("cuda" if member.has_gpu else "cpu")
+        platform = self._platform_of(member)
         _configure("jax_platforms", platform if platform == "cpu" else f"{platform},cpu")
         if platform == "cpu":
             _configure("jax_num_cpu_devices", self._config.devices_per_worker)

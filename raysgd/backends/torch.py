@@ -22,9 +22,9 @@ from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from raysgd._util.imports import imported
-from raysgd.backends import torch_compiler, torch_groups, torch_scripts
-from raysgd.backends.base import Backend, BackendConfig, Member
-from raysgd.backends.flight_recorder import FlightRecord, display_name, last_collectives
+from raysgd.backends import torch_compiler, torch_groups, torch_scripts, torch_transfers
+from raysgd.backends.base import Backend, BackendConfig, Member, refuse_shared_gpu
+from raysgd.backends.flight_recorder import FlightRecord, display_name, last_of_each_group, read_collectives
 from raysgd.backends.rendezvous import address_family, find_interface
 from raysgd.backends.torch_exchange import ExchangeWatch
 from raysgd.config.argument_names import refuse_unknown_fields
@@ -212,6 +212,7 @@ class TorchBackend(Backend):
         torch_compiler.defer()
         torch_scripts.install()
         torch_groups.install()
+        torch_transfers.install()
 
     def set_device(self) -> None:
         import torch
@@ -234,6 +235,11 @@ class TorchBackend(Backend):
         self.set_device()
         backend = self._config.backend or ("nccl" if member.has_gpu and not member.shares_gpu else "gloo")
         _check_available(backend)
+        if backend == "nccl" and member.shares_gpu and member.world_size > 1:
+            raise ConfigError(
+                f"{refuse_shared_gpu(member)} Give each worker a GPU of its own (gpus_per_worker=1), or use gloo: "
+                "TorchConfig(backend=None) chooses it for workers that share a GPU."
+            )
         if self._rendezvous is None or self._rendezvous.address != member.rendezvous:
             self._rendezvous = Rendezvous(member.rendezvous)
         _set_environment(member)
@@ -256,6 +262,7 @@ class TorchBackend(Backend):
 
     def destroy_process_group(self) -> None:
         torch_scripts.take_back()
+        torch_transfers.forget_all()
         self._watch_exchange(1)
         torch_groups.leave_all()  # whatever still refers to a group: its peers must see that this rank has left
         gc.collect()  # a traceback or a cycle that refers to the group keeps its sockets open
@@ -292,7 +299,10 @@ class TorchBackend(Backend):
         if not (dumps := _dump_traces(names)):  # an older torch
             return None
         ranks = {name: ranks for name, (ranks, _) in _list_groups().items()}
-        return FlightRecord(last_collectives(pickle.loads(dumps[0]), self._began_ns, ranks), dumps[0])
+        collectives = read_collectives(pickle.loads(dumps[0]), self._began_ns, ranks)
+        transfers = torch_transfers.read_transfers()
+        pending = [one for one in transfers if not one.is_done]
+        return FlightRecord((*last_of_each_group(collectives), *pending), dumps[0], (*collectives, *transfers))
 
     def count_collectives(self) -> Mapping[str, int]:
         return {name: number for name, (_, number) in _list_groups().items()}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from raysgd.backends.flight_recorder import last_collectives
+from raysgd.backends.flight_recorder import read_collectives
 
 #: Variables that set how many collectives the recorder keeps; the first one that is set counts.
 _BUFFER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -48,7 +48,7 @@ class ExchangeWatch:
             return False
         numbers = count_operations()  # first: what begins meanwhile must be in the records
         records = list(read_records())
-        recorded = {one.group: one.number for record in records for one in last_collectives(record, self._began_ns)}
+        recorded = {one.group: one.number for record in records for one in read_collectives(record, self._began_ns)}
         has_sent = any(number > recorded.get(group, 0) for group, number in numbers.items())
         has_carried = any(
             entry["time_created_ns"] >= self._began_ns and may_carry_model(entry, self._largest, self._first_step_ns)

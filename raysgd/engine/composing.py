@@ -99,6 +99,12 @@ class Composition:
 
     def _split(self, model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
         stages = self._mesh()["pp"]
+        if device().type != "cpu" and dist.get_backend(stages.get_group()) == "gloo":
+            raise ConfigError(
+                f"pipeline_parallel={self._config.pipeline_parallel} sends tensors of GPUs from stage to stage, and gloo, which "
+                "workers that share a GPU use, sends tensors of the CPU only. Give each worker a GPU of its own "
+                "(gpus_per_worker=1, with nccl), or use zero_stage or tensor_parallel instead."
+            )
         self.pipeline = split_model(model, stages)
         blocks = find_stage_blocks(model, blocks)
         self._note(blocks, f"stage {stages.get_local_rank()} of {stages.size()}")

@@ -6,6 +6,8 @@ which the stream's thread reads.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +30,11 @@ _JAX_VARIABLES = ("MutableArray", "Ref")
 _NUMBERS = ("float", "bfloat", "int", "uint", "bool")
 #: The size is estimated from the numbers of characters and values; JSON takes up to this many times as much.
 _UNDERESTIMATE = 12
+#: Scalars of a device that may be on their way at once without a wait: as many as CUDA queues operations, and more.
+NUM_SLOTS = 2048
+_SLOT_BYTES = 8
+#: Seconds between two questions whether a device has copied a scalar.
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.0001, 0.002
 
 
 class Deferred:
@@ -206,17 +213,67 @@ def _copy_torch(torch: Any, tensor: Any) -> Any:
         return tensor.item()
     if tensor.device.type != "cuda":
         return Deferred(tensor.detach().clone().item)
-    # Queued here, behind what computes the value and before what changes it. Another thread that queued the copy when it
-    # reads would wait for all steps that were queued meanwhile. torch copies into pinned memory, so nothing waits.
-    host = tensor.detach().resolve_neg().to("cpu", non_blocking=True)
-    copied = torch.cuda.Event(blocking=True)  # the reading thread sleeps: a spinning one would take a core
-    copied.record(torch.cuda.current_stream(tensor.device))
+    if (slots := _slots.get(tensor.device)) is None:
+        slots = _slots.setdefault(tensor.device, CopySlots(torch, torch.cuda.Event, is_pinned=True))
+    return slots.copy(tensor.detach().resolve_neg(), torch.cuda.current_stream(tensor.device))
 
-    def read() -> Any:
-        copied.synchronize()
-        return host.item()
 
-    return Deferred(read)
+class CopySlots:
+    """Copies scalars of one device to the host, without ever waiting for the device in the thread that copies.
+
+    Allocating pinned memory may wait for all queued work. So slots are made ahead, and used again once they are read. A slot
+    has an event that is not a blocking one: a loop that runs ahead of the device was held by recording those.
+
+    Args:
+        make_event: Makes an event with ``record`` and ``query``.
+        is_pinned: The memory is pinned.
+    """
+
+    def __init__(self, torch: Any, make_event: Callable[[], Any], *, is_pinned: bool) -> None:
+        self._torch = torch
+        self._make_event = make_event
+        self._is_pinned = is_pinned
+        self._free: deque[tuple[Any, Any]] = deque()
+        self._make_slots()
+
+    def copy(self, scalar: Any, stream: Any) -> Deferred:
+        """Queue the copy of ``scalar`` on ``stream``, behind what computes it and before what changes it.
+
+        Another thread that queued the copy when it reads would wait for all steps that were queued meanwhile.
+        """
+        if not self._free:  # more copies are unread than a device queues, such as with several scalars in each report
+            self._make_slots()
+        slot = self._free.popleft()
+        memory, copied = slot
+        host = memory.view(scalar.dtype)[0]
+        host.copy_(scalar, non_blocking=True)
+        copied.record(stream)
+        values: list[Any] = []  # the slot is used again after the first read
+
+        def read() -> Any:
+            if not values:
+                _wait_for(copied)
+                values.append(host.item())
+                self._free.append(slot)
+            return values[0]
+
+        return Deferred(read)
+
+    def _make_slots(self) -> None:
+        memory = self._torch.empty(NUM_SLOTS, _SLOT_BYTES, dtype=self._torch.uint8, pin_memory=self._is_pinned)
+        self._free.extend((slot, self._make_event()) for slot in memory.unbind())
+
+
+#: By device.
+_slots: dict[Any, CopySlots] = {}
+
+
+def _wait_for(event: Any) -> None:
+    """Wait by asking now and then: to wait in CUDA takes a core, or an event that holds the thread which records it."""
+    pause_s = _FIRST_PAUSE_S
+    while not event.query():
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
 
 def _describe(value: Any) -> str:

@@ -137,12 +137,14 @@ class Position:
         blocked_s: For how many seconds the training thread has been at one place, begun no collective, and used no CPU (with
             a GPU, waiting may use the CPU).
         line: The innermost line of the user's code, such as ``train.py:31 in evaluate``; empty if it is unknown.
+        begun: The collectives that were asked about, as far as this rank has begun them; None while its record is not read.
     """
 
     collectives: tuple[Collective, ...] = ()
     waited_s: float = 0.0
     blocked_s: float = 0.0
     line: str = ""
+    begun: tuple[Collective, ...] | None = None
 
 
 @dataclass(frozen=True)

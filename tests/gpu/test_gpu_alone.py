@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,26 @@ def test_reported_scalar_is_read_before_later_steps_are_done(
     later = keep_gpu_busy()
     assert session.reports()[-1] == {"loss": 2.0}
     assert not later.query(), "the report was read only after a step that was queued later"
+
+
+@GPU
+def test_loop_that_runs_ahead_of_the_gpu_is_not_held_by_its_reports(session: SessionAlone) -> None:
+    """Each report comes while the steps before it are still queued, as in any loop whose GPU is the bottleneck."""
+    loss = torch.ones((), device="cuda")
+    raysgd.report(loss=loss + 0, step=-1)  # loads the kernels and makes the slots, which waits
+    session.reports()
+    end = torch.cuda.Event()
+    longest_s = 0.0
+    for step in range(100):
+        torch.cuda._sleep(10_000_000)  # clock cycles, some 6 ms: 0.6 s in all
+        loss = loss + 1
+        began = time.perf_counter()
+        raysgd.report(loss=loss, step=step)
+        longest_s = max(longest_s, time.perf_counter() - began)
+    end.record()
+    assert not end.query(), "the loop waited for the GPU"
+    assert longest_s < 0.003, "a report waited for a step"
+    assert [metrics["loss"] for metrics in session.reports()[1:]] == [2.0 + step for step in range(100)]
 
 
 def test_loop_without_a_trainer_logs_its_scalars_in_order_without_a_wait(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import weakref
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -164,6 +167,25 @@ def test_kept_group_has_arrays_of_earlier_runs_until_another_group_forms(ray_clu
         os.kill(coordinator, signal.SIGKILL)
         assert are_gone([coordinator])
         assert [count for _, count in trainer.run(store, callbacks=quiet(), returns="all")] == [2, 2]
+
+
+@shared
+def test_client_of_the_devices_is_freed_after_a_run_that_imported_much(trainer: raysgd.Trainer) -> None:
+    """Imports of a run are frozen. The client must not be among them: on a GPU it holds most of the memory."""
+
+    def use_devices() -> None:
+        import jax
+
+        for number in range(200):
+            sys.modules[f"pretended_{number}"] = ModuleType("pretended")
+        assert with_jax()(1.0) == 2.0
+        np._client_of_run = weakref.ref(jax.devices()[0].client)  # type: ignore[attr-defined]
+
+    def is_freed() -> bool:
+        return np._client_of_run() is None  # type: ignore[attr-defined]
+
+    trainer.run(use_devices, callbacks=quiet())
+    assert trainer.run(is_freed, callbacks=quiet(), returns="all") == [True, True]
 
 
 class BrokenToken:

@@ -215,6 +215,23 @@ def with_barriers_of_two_kinds() -> None:
         dist.barrier()
 
 
+def with_sizes_that_differ() -> None:
+    """Let rank 0 complete and return, while rank 1 waits for the second half: so gloo's ring does."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones((1 + raysgd.world_rank()) << 20))
+
+
+def with_a_receive_too_many() -> None:
+    import torch
+    import torch.distributed as dist
+
+    send_to_the_next_stage()
+    if raysgd.world_rank() == 1:
+        dist.irecv(torch.ones(8), 0).wait()
+
+
 UNEVEN = (
     r"rank 1 waits in collective \d+ of default_pg \(gloo:\w+\) for \d+ s; "
     r"rank 0 has returned from train_func\. Make the same number of steps on every rank"
@@ -230,6 +247,17 @@ UNEVEN = (
             with_barriers_of_two_kinds,
             r"rank 0 waits in call 1 of raysgd.barrier\(\), rank 1 waits in collective 1 of default_pg \(gloo:barrier\)",
             (0, 1),
+        ),
+        (
+            with_sizes_that_differ,
+            r"rank 1 waits in collective 1 of default_pg \(gloo:all_reduce of 2097152 float32\) for \d+ s; rank 0 has made "
+            r"collective 1 of default_pg \(gloo:all_reduce of 1048576 float32\); rank 0 has returned from train_func",
+            (1,),
+        ),
+        (
+            with_a_receive_too_many,
+            r"rank 1 waits in receive 2 of default_pg from rank 0 to rank 1 for \d+ s; rank 0 has returned from train_func",
+            (1,),
         ),
     ],
 )

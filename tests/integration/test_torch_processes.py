@@ -9,6 +9,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -17,8 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
+from raysgd.backends import torch_transfers
+from raysgd.backends.torch import TorchBackend, TorchConfig
 from raysgd.session import context
 from raysgd.session.base import Identity
 from raysgd.session.progress import Progress
@@ -239,6 +243,51 @@ def shards_of_a_loader() -> dict[str, Any]:
     }
 
 
+def recorded_collectives() -> dict[str, Any]:
+    """Make each operation that gloo has; return what raysgd reads of it on this rank."""
+    rank, backend = dist.get_rank(), TorchBackend(TorchConfig())
+    torch_transfers.install()
+    found: dict[str, Any] = {}
+    for name, operation in operations(rank).items():
+        before = {(one.id, one.transfer) for one in cast(Any, backend.dump_flight_record()).entries}
+        operation()
+        entries = cast(Any, backend.dump_flight_record()).entries
+        found[name] = [one for one in entries if (one.id, one.transfer) not in before]
+    return found
+
+
+def operations(rank: int) -> dict[str, Callable[[], Any]]:
+    one, of_each = torch.ones(4), lambda: [torch.ones(4) for _ in range(WORLD_SIZE)]
+    ahead, behind = (rank + 1) % WORLD_SIZE, (rank - 1) % WORLD_SIZE
+
+    def exchange() -> None:
+        pairs = [dist.P2POp(dist.isend, one, ahead), dist.P2POp(dist.irecv, torch.ones(4), behind)]
+        for work in dist.batch_isend_irecv(pairs):
+            work.wait()
+
+    def train_with_fsdp() -> None:
+        fully_shard(nn.Linear(6, 6))(torch.ones(1, 6)).sum().backward()
+
+    return {
+        "all_reduce": lambda: dist.all_reduce(one),
+        "broadcast": lambda: dist.broadcast(one, 1),
+        "reduce": lambda: dist.reduce(one, 1),
+        "all_gather": lambda: dist.all_gather(of_each(), one),
+        "all_gather_single": lambda: dist.all_gather_into_tensor(torch.ones(4 * WORLD_SIZE), one),
+        "gather": lambda: dist.gather(one, of_each() if rank == 1 else None, dst=1),
+        "scatter": lambda: dist.scatter(one, of_each() if rank == 1 else None, src=1),
+        "reduce_scatter": lambda: dist.reduce_scatter(torch.ones(4), of_each()),
+        "reduce_scatter_single": lambda: dist.reduce_scatter_tensor(torch.ones(4), torch.ones(4 * WORLD_SIZE)),
+        "all_to_all": lambda: dist.all_to_all(of_each(), of_each()),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.ones(6), torch.ones(6)),
+        "barrier": dist.barrier,
+        "monitored_barrier": dist.monitored_barrier,
+        "all_gather_object": lambda: dist.all_gather_object([None] * WORLD_SIZE, "x" * (rank + 1)),
+        "fsdp": train_with_fsdp,
+        "send and receive": exchange,
+    }
+
+
 def with_session(deterministic: bool) -> None:
     rank = dist.get_rank()
     session = SimpleNamespace(
@@ -262,7 +311,7 @@ def main(world: str, folder: Path, rank: int) -> None:
     if world == "first":
         cases = (
             *(names_and_attributes, batch_norm_buffers, frozen_model, unused_parameters, sparse_gradients),
-            *(skipped_sync, uneven_inputs, rank_order, shards_of_a_loader),
+            *(skipped_sync, uneven_inputs, rank_order, shards_of_a_loader, recorded_collectives),
         )
         found = {case.__name__: case() for case in cases} | {"trainings": whole_trainings(folder)}
     else:
@@ -385,3 +434,23 @@ def test_shards_of_an_epoch_cover_the_data_and_epochs_differ(ranks: list[dict[st
 
 def test_nested_batches_keep_their_types(ranks: list[dict[str, Any]]) -> None:
     assert of(ranks, "shards_of_a_loader", "types") == [("dict", "Images", "list")] * WORLD_SIZE
+
+
+def test_every_collective_of_gloo_is_recorded_alike_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    names = ranks[0]["recorded_collectives"].keys() - {"send and receive"}
+    assert len(names) == 15
+    for name in names:
+        first, *others = of(ranks, "recorded_collectives", name)
+        assert first, f"{name} is not recorded"
+        for other in others:
+            assert [one.id for one in other] == [one.id for one in first]
+            assert all(one.matches(another) for one, another in zip(first, other, strict=True)), name
+
+
+def test_sends_and_receives_are_recorded_with_their_direction(ranks: list[dict[str, Any]]) -> None:
+    for rank, made in enumerate(of(ranks, "recorded_collectives", "send and receive")):
+        ahead, behind = (rank + 1) % WORLD_SIZE, (rank - 1) % WORLD_SIZE
+        assert {(one.place, one.ranks, one.is_done) for one in made} == {
+            (f"send 1 of default_pg from rank {rank} to rank {ahead}", (rank, ahead), True),
+            (f"receive 1 of default_pg from rank {behind} to rank {rank}", (behind, rank), True),
+        }

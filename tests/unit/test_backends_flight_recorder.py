@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.backends.flight_recorder import Collective, explain_hang, last_collectives
+from raysgd.backends.flight_recorder import Collective, explain_hang, last_of_each_group, read_collectives
 
 
 def last(number: int, *, is_done: bool = False, operation: str = "gloo:all_reduce", group: str = "world") -> Collective:
@@ -32,30 +34,30 @@ def entry(number: int, group: str = "default_pg", **changes: Any) -> dict[str, A
 def test_last_collective_of_each_group_is_read() -> None:
     sent = entry(9, is_p2p=True)
     dump = {"entries": [entry(1), entry(1, "rows"), entry(2, retired=False), entry(2, "rows", state="completed"), sent]}
-    world, rows = last_collectives(dump)
+    world, rows = last_of_each_group(read_collectives(dump))
     assert world == Collective("default_pg", 2, "gloo:all_reduce", ((4, 2),), False, began_ns=1002)
     assert (rows.group, rows.number, rows.is_done) == ("rows (0)", 2, True)
-    assert last_collectives({}) == ()
+    assert read_collectives({}) == ()
     assert world.to_json()["sizes"] == [[4, 2]]
 
 
 def test_collectives_of_earlier_attempts_are_left_out() -> None:
     dump = {"entries": [entry(9, retired=False, time_created_ns=1), entry(1, "rows")]}
-    assert [collective.group for collective in last_collectives(dump, since_ns=1000)] == ["rows (0)"]
+    assert [collective.group for collective in read_collectives(dump, since_ns=1000)] == ["rows (0)"]
 
 
 def test_collective_has_the_ranks_of_its_group() -> None:
     dump = {"entries": [entry(1, "rows"), entry(1)]}
-    found = last_collectives(dump, ranks={"rows (0)": [0, 2]})
+    found = read_collectives(dump, ranks={"rows (0)": [0, 2]})
     assert [collective.ranks for collective in found] == [(0, 2), ()]
 
 
 def test_groups_with_the_same_description_are_distinguished() -> None:
     """torch describes all groups of `new_group` alike, and all groups of a mesh axis."""
     dump = {"entries": [entry(1, process_group=(name, "undefined")) for name in ("1", "2")]}
-    assert [collective.group for collective in last_collectives(dump)] == ["1", "2"]
+    assert [collective.group for collective in read_collectives(dump)] == ["1", "2"]
     dump = {"entries": [entry(1, process_group=(name, "mesh_dp")) for name in ("1", "2")]}
-    assert [collective.group for collective in last_collectives(dump)] == ["mesh_dp (1)", "mesh_dp (2)"]
+    assert [collective.group for collective in read_collectives(dump)] == ["mesh_dp (1)", "mesh_dp (2)"]
 
 
 def test_ranks_that_have_not_begun_the_collective_are_named() -> None:
@@ -74,8 +76,44 @@ def test_rank_without_an_answer_is_named_if_no_other_rank_is_behind() -> None:
 def test_different_collectives_on_ranks_are_reported() -> None:
     message = explain_hang({0: [last(5)], 1: [last(5, operation="gloo:broadcast")]}, range(2))
     assert (
-        message == "collective 5 of world is not the same on all ranks: rank 0 gloo:all_reduce, rank 1 gloo:broadcast"
+        message
+        == "collective 5 of world is not the same on all ranks: rank 0 gloo:all_reduce of 3, rank 1 gloo:broadcast of 3"
     )
+    message = explain_hang({0: [last(5)], 1: [replace(last(5), sizes=((4,),))], 2: [last(5)]}, range(3))
+    assert message is not None and message.endswith("rank 2 gloo:all_reduce of 3, rank 1 gloo:all_reduce of 4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "do_match"),
+    [
+        ({"sizes": ((8,),)}, True),
+        ({"sizes": ((2,), (6,))}, True),
+        ({"sizes": ((9,),)}, False),
+        ({"dtypes": ("Double",)}, False),
+        ({"operation": "gloo:broadcast"}, False),
+        ({"operation": "", "sizes": ()}, True),
+        ({"sizes": (), "dtypes": ()}, True),
+    ],
+)
+def test_collectives_match_if_operation_elements_and_dtype_are_the_same(
+    changes: dict[str, Any], do_match: bool
+) -> None:
+    one = Collective("world", 5, "gloo:all_reduce", ((4, 2),), False, dtypes=("Float",))
+    other = replace(one, **changes)
+    assert one.matches(other) is do_match and other.matches(one) is do_match
+
+
+def test_splits_of_an_all_to_all_may_differ() -> None:
+    one = Collective("world", 5, "gloo:all_to_all", ((8,),), False, dtypes=("Float",))
+    assert one.matches(replace(one, sizes=((3,),)))
+
+
+def test_rank_without_an_input_to_scatter_matches_by_the_output() -> None:
+    sizes = {"input_dtypes": ["Float"], "output_dtypes": ["Float"], "output_sizes": [[4]]}
+    root = entry(1, profiling_name="gloo:scatter", input_sizes=[[2, 4]], **sizes)
+    dump = {"entries": [root, {**root, "input_sizes": [], "input_dtypes": []}]}
+    first, second = read_collectives(dump)
+    assert first.matches(second) and first.content == second.content == "gloo:scatter of 4 float32"
 
 
 def test_hanging_group_is_found_among_others() -> None:

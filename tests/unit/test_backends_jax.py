@@ -10,6 +10,7 @@ import pytest
 from raysgd.backends import jax as jax_backend
 from raysgd.backends.base import Member
 from raysgd.backends.jax import JaxBackend, JaxConfig
+from raysgd.errors import ConfigError
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install raysgd[jax]")
 backends = pytest.importorskip("jax.extend").backend
@@ -79,3 +80,28 @@ def test_process_that_cannot_leave_its_group_is_replaced(monkeypatch: pytest.Mon
     backend._member = object()  # type: ignore[assignment]
     backend.destroy_process_group()
     assert not backend.should_replace_process() and connections == ["shut down"]
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "is_refused"),
+    [
+        (JaxConfig(), 2, True),
+        (JaxConfig(platform="rocm"), 2, True),
+        (JaxConfig(platform="cpu"), 2, False),
+        (JaxConfig(), 1, False),
+    ],
+)
+def test_workers_that_share_a_gpu_are_refused_before_a_group_is_formed(
+    monkeypatch: pytest.MonkeyPatch, config: JaxConfig, world_size: int, is_refused: bool
+) -> None:
+    backends.clear_backends()
+
+    def initialize(**settings: Any) -> None:
+        raise InitializeCalledError
+
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    member = Member(0, world_size, 0, world_size, 0, "127.0.0.1:1", "127.0.0.1", has_gpu=True, shares_gpu=True)
+    with pytest.raises(ConfigError if is_refused else InitializeCalledError) as raised:
+        config.make_backend().init_process_group(member)
+    assert ("XLA_PYTHON_CLIENT_MEM_FRACTION" in str(raised.value)) == is_refused

@@ -42,6 +42,9 @@ class Watched:
     ) -> None:
         self.policy = MismatchPolicy(timeout_s, range(len(positions)))
         self.positions = list(positions)
+        self.begun: list[tuple[Collective, ...] | None] = [()] * len(
+            positions
+        )  # what each rank's record has; None: unread
         self.now = 0.0
         self.found: list[tuple[float, Mismatch]] = []
         for rank in returned:
@@ -53,10 +56,14 @@ class Watched:
         until = self.now + seconds
         while self.now < until:
             self.now += TICK_S
+            asked = self.policy.list_questions()
             for rank, position in enumerate(self.positions):
                 is_pending = any(not one.is_done for one in position.collectives)
                 waited_s = self.now if is_pending else 0.0
                 seen = replace(position, waited_s=waited_s, blocked_s=waited_s if is_blocked else 0.0)
+                if self.begun[rank] is not None:
+                    begun = (each for each in self.begun[rank] or () if any(map(each.is_asked_for, asked[rank])))
+                    seen = replace(seen, begun=tuple(begun))
                 self.policy.on_position(rank, seen, self.now)
             if (mismatch := self.policy.find_mismatch(self.now)) is not None:
                 self.found.append((self.now, mismatch))
@@ -91,6 +98,118 @@ def test_ranks_in_different_collectives_end_the_run() -> None:
         over = watched.watch(90)[-1]
         assert over.is_over and over.ranks == (0, 1)
         assert f"rank 0 waits in {last(5).place}, rank 1 waits in {other.place} for" in over.why
+
+
+def all_reduce_of(num_elements: int, *, number: int = 5, is_done: bool = False, dtype: str = "Float") -> Collective:
+    return Collective("default_pg", number, "gloo:all_reduce", ((num_elements,),), is_done, dtypes=(dtype,))
+
+
+def test_ranks_in_one_collective_with_other_sizes_or_dtypes_end_the_run() -> None:
+    for other, says in ((all_reduce_of(8), "8 float32"), (all_reduce_of(4, dtype="Double"), "4 float64")):
+        over = Watched(waits(all_reduce_of(4)), waits(other), waits(all_reduce_of(4))).watch(TIMEOUT_S)[-1]
+        assert over.is_over and over.ranks == (0, 1, 2)
+        assert over.why == (
+            "ranks 0, 2 wait in collective 5 of default_pg (gloo:all_reduce of 4 float32), "
+            f"rank 1 waits in collective 5 of default_pg (gloo:all_reduce of {says}) for 60 s"
+        )
+
+
+def test_same_number_of_elements_in_another_shape_is_the_same_collective() -> None:
+    assert Watched(waits(all_reduce_of(4)), waits(replace(all_reduce_of(4), sizes=((2, 2),)))).watch(3600) == []
+
+
+def test_rank_that_returned_from_a_smaller_collective_of_the_same_number_has_not_joined() -> None:
+    """gloo lets a rank with fewer elements complete, and the other one waits for the rest."""
+    watched = Watched(computes(all_reduce_of(4, is_done=True)), waits(all_reduce_of(8)), returned=(0,))
+    over = watched.watch(TIMEOUT_S)[-1]
+    assert over.is_over and over.ranks == (1,)
+    assert over.why == (
+        "rank 1 waits in collective 5 of default_pg (gloo:all_reduce of 8 float32) for 60 s; "
+        "rank 0 has made collective 5 of default_pg (gloo:all_reduce of 4 float32); rank 0 has returned from train_func"
+    )
+
+
+def test_rank_that_has_passed_the_number_with_another_collective_has_not_joined() -> None:
+    """Rank 0 waits in number 7, which rank 1 will not reach: it waits in number 5."""
+    watched = Watched(waits(last(7)), waits(all_reduce_of(8)))
+    watched.begun[0] = (all_reduce_of(4, is_done=True), last(6, is_done=True))
+    over = watched.watch(90)[-1]
+    assert over.is_over and over.ranks == (0, 1)
+    assert "rank 0 has made collective 5 of default_pg (gloo:all_reduce of 4 float32)" in over.why
+
+
+def test_rank_that_has_joined_and_returned_is_not_missing() -> None:
+    """The rest of a slow collective, which rank 0 left while it ran, needs no train_func."""
+    watched = Watched(computes(done(7)), waits(last(5)), returned=(0,))
+    watched.begun[0] = (last(5),)
+    assert watched.watch(3600) == []
+    overwritten = Watched(computes(done(7)), waits(last(5)), returned=(0,))  # its record does not reach back so far
+    assert overwritten.watch(3600) == []
+
+
+def send(number: int, *, source: int = 0, target: int = 1, is_done: bool = False, is_here: bool = True) -> Collective:
+    """A send of ``source``, or the receive of ``target``."""
+    operation, transfer = ("gloo:send", "send") if is_here else ("gloo:recv", "receive")
+    group = f"default_pg from rank {source} to rank {target}"
+    return Collective(group, number, operation, (), is_done, ranks=(source, target), transfer=transfer)  # type: ignore[arg-type]
+
+
+def receive(number: int, *, source: int = 0, target: int = 1, is_done: bool = False) -> Collective:
+    return send(number, source=source, target=target, is_done=is_done, is_here=False)
+
+
+def test_receive_that_the_returned_sender_never_made_ends_the_run() -> None:
+    watched = Watched(computes(), waits(receive(3)), returned=(0,))
+    watched.begun[0] = (send(2, is_done=True),)
+    over = watched.watch(TIMEOUT_S)[-1]
+    assert over.is_over and over.ranks == (1,)
+    assert over.why == (
+        "rank 1 waits in receive 3 of default_pg from rank 0 to rank 1 for 60 s; rank 0 has returned from train_func"
+    )
+
+
+def test_sends_of_all_ranks_to_the_next_one_wait_for_each_other() -> None:
+    ring = [waits(send(1, source=rank, target=(rank + 1) % 3)) for rank in range(3)]
+    over = Watched(*ring).watch(90)[-1]
+    assert over.is_over and over.ranks == (0, 1, 2)
+
+
+def test_send_and_collective_wait_for_each_other() -> None:
+    over = Watched(waits(send(1)), waits(last(1))).watch(90)[-1]
+    assert over.is_over and over.ranks == (0, 1)
+    assert "rank 0 waits in send 1 of default_pg from rank 0 to rank 1, rank 1 waits in collective 1" in over.why
+
+
+def test_slow_transfer_that_both_ranks_have_begun_is_no_mismatch() -> None:
+    watched = Watched(waits(send(3)), waits(receive(3)))
+    watched.begun = [(send(3),), (receive(3),)]
+    assert watched.watch(3600) == []
+    ahead = Watched(computes(), waits(receive(3)), returned=(0,))  # a receive out of order: the last send counts
+    ahead.begun[0] = (send(9, is_done=True),)
+    assert ahead.watch(3600) == []
+
+
+def test_transfer_waits_in_hope_while_the_other_rank_computes() -> None:
+    watched = Watched(computes(), waits(receive(3)))
+    watched.begun[0] = None
+    assert watched.watch(3600) == []
+
+
+def test_receive_from_any_rank_is_hopeless_without_any_sender() -> None:
+    from_any = Collective(
+        "default_pg from any rank to rank 0",
+        2,
+        "gloo:recv_anysource",
+        (),
+        False,
+        ranks=(0, 1, 2),
+        transfer="receive from any rank",
+    )
+    watched = Watched(waits(from_any), computes(), computes(), returned=(1,))
+    assert not any(found.is_over for found in watched.watch(600))
+    watched.policy.on_returned(2)
+    over = watched.watch(10)[-1]
+    assert over.is_over and "rank 0 waits in receive 2 of default_pg from any rank to rank 0" in over.why
 
 
 def test_barrier_of_raysgd_and_collective_wait_for_each_other() -> None:

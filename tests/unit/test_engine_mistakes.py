@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import raysgd
+from raysgd.engine import composing
 from raysgd.errors import ConfigError, UnknownArgumentError, UsageError
 from support import groups
 from support.engine_steps import session_of
@@ -36,6 +38,15 @@ def test_model_on_two_devices() -> None:
     model[0].to("meta")
     with pytest.raises(ConfigError, match=r"on 2 devices \(cpu, meta\).*make it on one device"):
         raysgd.Engine().compose(model=model)
+
+
+def test_stages_on_gpus_without_nccl_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo would send from a GPU's address, which ends the process. The GPU is pretended."""
+    monkeypatch.setattr(composing, "device", lambda: torch.device("cuda", 0))
+    stages = SimpleNamespace(get_group=lambda: torch.distributed.group.WORLD)
+    made: Any = SimpleNamespace(_mesh=lambda: {"pp": stages}, _config=raysgd.EngineConfig(pipeline_parallel=2))
+    with pytest.raises(ConfigError, match=r"pipeline_parallel=2 sends tensors of GPUs.*gpus_per_worker=1"):
+        composing.Composition._split(made, make_model(), {})
 
 
 def test_model_without_values() -> None:

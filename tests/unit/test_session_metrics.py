@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from raysgd.errors import MetricError
 from raysgd.result import AUTOMATIC_KEYS
-from raysgd.session.metrics import MAX_METRICS_BYTES, Deferred, copy_metrics, read_deferred
+from raysgd.session.metrics import MAX_METRICS_BYTES, NUM_SLOTS, CopySlots, Deferred, copy_metrics, read_deferred
 
 
 class Level(enum.IntEnum):
@@ -340,3 +340,56 @@ def test_int_that_json_cannot_read_back_is_refused(wrap: Any) -> None:
         with pytest.raises(MetricError, match=r"report\(n.*=\.\.\.\) got an int of [0-9,]* bits") as caught:
             copy_metrics({"loss": 1.0, "n": wrap(number)})
         assert caught.value.key.startswith("n")
+
+
+class LateEvent:
+    """An event of a device that reaches it only when it has been asked a number of times."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.recorded: list[Any] = []
+
+    def record(self, stream: Any) -> None:
+        self.recorded.append(stream)
+        self.num_asked = 0
+
+    def query(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked > 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int64", "bool", "uint8"])
+def test_scalar_of_a_device_is_read_once_its_copy_is_done(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    events: list[LateEvent] = []
+
+    def make_event() -> LateEvent:
+        events.append(LateEvent())
+        return events[-1]
+
+    slots = CopySlots(torch, make_event, is_pinned=False)
+    scalar = torch.ones((), dtype=getattr(torch, dtype))
+    deferred = slots.copy(scalar, "stream")
+    scalar.zero_()
+    assert (events[0].recorded, events[0].num_asked) == (["stream"], 0), "the thread that reports asks nothing"
+    assert deferred.read() == 1 and events[0].num_asked == 4
+    assert deferred.read() == 1 and events[0].num_asked == 4, "the slot may be in use again"
+    assert len(events) == NUM_SLOTS
+
+
+def test_slots_are_used_again_and_only_after_they_are_read() -> None:
+    torch = pytest.importorskip("torch")
+    events: list[LateEvent] = []
+
+    def make_event() -> LateEvent:
+        events.append(LateEvent())
+        return events[-1]
+
+    slots = CopySlots(torch, make_event, is_pinned=False)
+    for _ in range(3):
+        unread = [slots.copy(torch.tensor(float(number)), None) for number in range(NUM_SLOTS)]
+        assert [each.read() for each in unread] == list(range(NUM_SLOTS))
+    assert len(events) == NUM_SLOTS
+    more = [slots.copy(torch.tensor(float(number)), None) for number in range(NUM_SLOTS + 1)]
+    assert [each.read() for each in more] == list(range(NUM_SLOTS + 1))
+    assert len(events) == 2 * NUM_SLOTS

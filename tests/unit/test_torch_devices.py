@@ -85,6 +85,15 @@ def test_process_group_uses_the_same_device(
     backend.destroy_process_group()
 
 
+def test_nccl_is_refused_for_workers_that_share_a_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(1, "0")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    member = Member(0, 2, 0, 2, 0, '{"host": "127.0.0.1", "port": 1}', "127.0.0.1", has_gpu=True, shares_gpu=True)
+    with pytest.raises(ConfigError, match=r"The 2 workers share GPUs.*gpus_per_worker=1.*TorchConfig\(backend=None\)"):
+        TorchConfig(backend="nccl").make_backend().init_process_group(member)
+
+
 def test_machine_without_gpus_uses_the_cpu(machine: Machine) -> None:
     machine(0, index="0")
     assert raysgd.torch.device() == torch.device("cpu")

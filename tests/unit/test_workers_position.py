@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from support.sessions import Worker
 
 PATIENCE_S = 30
 PENDING = Collective("default_pg", 5, "gloo:all_reduce", ((3,),), is_done=False, began_ns=time.time_ns() - 10**10)
+
+
+EARLIER = (replace(PENDING, number=4), replace(PENDING, group="default_pg from rank 0 to rank 1", transfer="send"))
 
 
 class FakeThread:
@@ -38,7 +42,7 @@ class FakeBackend:
 
     def dump_flight_record(self) -> FlightRecord:
         self.num_dumped += 1
-        return FlightRecord((PENDING,), b"")
+        return FlightRecord((PENDING,), b"", (*EARLIER, PENDING))
 
 
 class Rank:
@@ -84,6 +88,15 @@ def test_collectives_of_a_rank_that_has_returned_are_those_of_the_record() -> No
     rank.backend.numbers["default_pg"] = 9
     rank.thread.at = Place()
     assert list(rank.finder.find().collectives) == [PENDING]
+
+
+def test_blocked_rank_answers_whether_it_has_begun_what_others_wait_in() -> None:
+    rank = Rank()
+    asked = [("default_pg", 4), ("default_pg", 9), (EARLIER[1].group, 5), (EARLIER[1].group, 6)]
+    assert rank.finder.find(asked).begun is None, "the record of a rank that may compute is not read"
+    rank.now += 5
+    assert rank.finder.find(asked).begun == EARLIER
+    assert rank.finder.find(asked[1::2]).begun == ()
 
 
 @pytest.mark.parametrize("change", ["cpu", "spot", "collective"])

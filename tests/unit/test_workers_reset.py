@@ -48,6 +48,18 @@ def test_what_a_run_imported_is_left_out_of_later_collections(
     assert len(gc.get_objects()) < MANY_MODULES * OBJECTS_EACH / 2
 
 
+def test_what_a_process_holds_in_its_group_is_not_frozen(baseline: Baseline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept group, or one with an instance of the class API, lasts through a reset and is left later."""
+    import_libraries(monkeypatch, MANY_MODULES)
+    client = Cycle()
+    reference = weakref.ref(client)
+    baseline.restore(may_freeze=False)
+    del client
+    baseline.settle()
+    assert reference() is None
+    assert len(gc.get_objects()) < MANY_MODULES * OBJECTS_EACH / 2
+
+
 def test_run_that_imports_little_costs_no_collection(baseline: Baseline, monkeypatch: pytest.MonkeyPatch) -> None:
     import_libraries(monkeypatch, MANY_MODULES // 2)
     gc.disable()  # no collection but that of `settle` frees the cycle

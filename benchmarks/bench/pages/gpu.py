@@ -35,6 +35,29 @@ _UNMEASURED = """\
 `tests/gpu` that run on any device.
 """
 
+_BEFORE = """\
+Measured before the repairs that followed from these figures, and to be measured again: {titles}.
+"""
+
+_ENGINE = """\
+## The engine
+
+Steps of a {model}, by hand and by `raysgd.engine`, on the same GPU. Target: at most {limit:g} of the step by hand. A star: before
+the repairs that followed.
+
+{steps}
+{missed}
+
+The compiled step reaches {compiled} of the GPU's measured peak of about {peak:g} TFLOP/s.
+
+What the plan predicted, and the largest memory that was measured:
+
+{memory}
+Measured on {day}.
+"""
+#: Target of the engine: the time of a step, as a part of that by hand.
+STEP_LIMIT = 1.02
+
 _METHOD = """\
 ## Method
 
@@ -59,6 +82,63 @@ def _comparison(rows: Sequence[Mapping[str, Any]]) -> str:
     return make_table(("measure", "by itself", "raysgd", "target", "met"), lines)
 
 
+def _intro(document: Mapping[str, Any]) -> str:
+    """Return which figures are older than the code, and how many tests passed on the GPU."""
+    before = document.get("before_repairs")
+    lines = [_BEFORE.format(titles="; ".join(before))] if before else []
+    if tests := document.get("tests"):
+        lines.append(f"`make gpu` passed with {tests} tests.\n")
+    return "\n".join(lines)
+
+
+def _engine(document: Mapping[str, Any]) -> str:
+    """Return the section of the engine, if it was measured with the rest."""
+    engine = document.get("engine")
+    if engine is None:
+        return ""
+    steps = make_table(
+        ("case", "by hand", "engine", "ratio", "met", "memory by hand", "memory"), map(_step, engine["cases"])
+    )
+    missed = [case["title"] for case in engine["cases"] if _met(case) is False]
+    memory = [
+        (title, f"{predicted:g} GB", f"{_range(measured)} GB", f"{_range([predicted / each for each in measured], 2)}x")
+        for title, predicted, measured in engine["memory_gb"]
+    ]
+    return _ENGINE.format(
+        model=engine["model"],
+        limit=STEP_LIMIT,
+        steps=steps,
+        missed=f"The target is missed by: {', '.join(missed)}." if missed else "No target is missed.",
+        compiled=f"{engine['mfu']['compiled']:.0%}",
+        peak=engine["peak_tflops"],
+        memory=make_table(("case", "predicted", "measured", "predicted / measured"), memory),
+        day=engine["measured"],
+    )
+
+
+def _step(case: Mapping[str, Any]) -> tuple[str, ...]:
+    by_hand, engine = case["by_hand_ms"], case["engine_ms"]
+    return (
+        case["title"] + ("*" if case["before_repairs"] else ""),
+        "-" if by_hand is None else f"{by_hand:g} ms",
+        f"**{engine:g} ms**",
+        "-" if by_hand is None else f"{engine / by_hand:.3f}",
+        {True: "yes", False: "**no**", None: "-"}[_met(case)],
+        "-" if case["by_hand_gb"] is None else f"{case['by_hand_gb']:g} GB",
+        "-" if case["engine_gb"] is None else f"{case['engine_gb']:g} GB",
+    )
+
+
+def _met(case: Mapping[str, Any]) -> bool | None:
+    by_hand = case["by_hand_ms"]
+    return None if by_hand is None else bool(case["engine_ms"] <= STEP_LIMIT * by_hand)
+
+
+def _range(values: Sequence[float], digits: int = 1) -> str:
+    """Return one value, or the smallest and the largest one."""
+    return " to ".join(f"{value:.{digits}f}" for value in sorted(values))
+
+
 def _where(document: Mapping[str, Any]) -> dict[str, Any]:
     entry = document["measures"]["gpu_step"]["systems"]["raysgd"]
     where = (
@@ -72,10 +152,12 @@ PAGE = Page(
     stem="gpu",
     head=_HEAD,
     method=_METHOD,
-    reasons={},
+    reasons={"report": "The event of the copy was a blocking one, which held a loop that runs ahead of the device."},
     quick="small sizes",
     compare=_comparison,
+    intro=_intro,
     fields=_where,
+    extra=_engine,
     unmeasured=_UNMEASURED,
     has_picture=False,
 )

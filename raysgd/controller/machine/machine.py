@@ -33,7 +33,7 @@ from raysgd.session import events as e
 #: What to do about a mismatch.
 _SAME_COLLECTIVES = (
     "Make the same number of steps on every rank, as with raysgd.torch.prepare_data_loader or get_dataset(), and call "
-    "collectives on all ranks in the same order"
+    "collectives on all ranks in the same order, with the same sizes and dtypes"
 )
 
 

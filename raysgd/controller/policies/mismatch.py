@@ -4,15 +4,18 @@ A rank waits if a collective that it has begun is not done and its thread is blo
 Whom it waits for follows from the numbers of the collectives: all ranks number those of a group alike. A rank that has
 returned joins none. A rank that waits elsewhere joins none before its own is complete. If that can never happen, the wait is
 hopeless. A rank that computes, such as one that evaluates alone, may still join: a warning names it, and the run continues.
+
+A rank that made another operation of the same number, or the same one with other sizes or dtypes, has not joined either. So
+ranks that are further are asked what they made of that number. Sends and receives are collectives of two ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.backends.flight_recorder import Collective, name_ranks
+from raysgd.backends.flight_recorder import FROM_ANY, Collective, CollectiveId, name_ranks
 from raysgd.session.progress import Heartbeat
 from raysgd.workers.orders import Position
 
@@ -47,12 +50,16 @@ class _Rank:
         idle_s: Seconds without a session call of train_func, if train_func runs.
         has_returned: It has returned from train_func.
         seen_at: When it was last seen at its position.
+        asked: What it was asked then.
+        to_ask: What to ask at the next look.
     """
 
     idle_s: float = 0.0
     has_returned: bool = False
     position: Position = field(default_factory=Position)
     seen_at: float | None = None
+    asked: Collection[CollectiveId] = ()
+    to_ask: Collection[CollectiveId] = ()
 
     def waited_s(self, now: float) -> float:
         """Return for how long it has waited, if it is where it was seen."""
@@ -60,6 +67,15 @@ class _Rank:
 
     def last_in(self, group: str) -> Collective | None:
         return next((one for one in self.position.collectives if one.group == group), None)
+
+    def begun(self, asked: CollectiveId) -> Collective | None:
+        """Return the collective if the rank is known to have begun it."""
+        known = *self.position.collectives, *(self.position.begun or ())
+        return next((one for one in known if one.is_asked_for(asked)), None)
+
+    def has_denied(self, asked: CollectiveId) -> bool:
+        """Return True if the rank was asked for a collective and has none of that number."""
+        return asked in self.asked and self.position.begun is not None and self.begun(asked) is None
 
 
 class MismatchPolicy:
@@ -93,10 +109,26 @@ class MismatchPolicy:
         self._next_look = now + self._warn_after_s / LOOKS
         return True
 
+    def list_questions(self) -> Mapping[int, Collection[CollectiveId]]:
+        """Return for each rank the collectives of which the next look should ask whether, and how, it has begun them.
+
+        Those are collectives in which other ranks wait, and which the rank has passed as far as its last number says.
+        """
+        waited = {one.id: one for seen in self._ranks.values() for one in seen.position.collectives if not one.is_done}
+        asked: dict[int, list[CollectiveId]] = {rank: [] for rank in self._ranks}
+        for one in waited.values():
+            for rank in self._members_of(one) if one.operation else ():
+                last = self._ranks[rank].last_in(one.group)
+                if one.transfer or (last is not None and last.number > one.number):
+                    asked[rank].append(one.id)
+        for rank, ids in asked.items():
+            self._ranks[rank].to_ask = ids
+        return asked
+
     def on_position(self, rank: int, position: Position, now: float) -> None:
-        """A worker has answered where it is."""
+        """A worker has answered where it is, and what the last `list_questions` asked it."""
         seen = self._ranks[rank]
-        seen.position, seen.seen_at = position, now
+        seen.position, seen.seen_at, seen.asked = position, now, seen.to_ask
 
     def find_mismatch(self, now: float) -> Mismatch | None:
         """Return what to warn about or to end the run for, or None. Each warning is returned once."""
@@ -152,7 +184,7 @@ class MismatchPolicy:
         for waited in self._ranks[rank].position.collectives:
             if waited.is_done:
                 continue
-            key = waited.group, waited.number, waited.operation, waited.ranks
+            key = waited.id, waited.operation, waited.sizes, waited.dtypes, waited.ranks
             if key not in known:
                 known[key] = [other for other in self._members_of(waited) if self._is_missing(other, waited)]
             missing.update((other, waited) for other in known[key] if other != rank)
@@ -168,15 +200,23 @@ class MismatchPolicy:
         other, last = self._ranks[rank], self._ranks[rank].last_in(waited.group)
         if other.has_returned and not waited.operation:  # barriers of raysgd do not wait for it
             return False
+        if waited.transfer == FROM_ANY:
+            return other.seen_at is not None
+        if waited.transfer:
+            return other.has_denied(waited.id)
         if last is None or last.number < waited.number:
             return other.seen_at is not None
-        is_known = bool(last.operation and waited.operation)
-        return last.number == waited.number and is_known and last.operation != waited.operation
+        return self._made_otherwise(rank, waited) is not None
+
+    def _made_otherwise(self, rank: int, waited: Collective) -> Collective | None:
+        """Return what a rank made of the number of a collective, if it cannot complete that collective."""
+        begun = self._ranks[rank].begun(waited.id)
+        return None if begun is None or begun.matches(waited) else begun
 
     def _find_hopeless(self, waiting: dict[int, dict[int, Collective]]) -> set[int]:
         """Return the waiting ranks that need, in the end, a rank that has returned or that waits for them."""
         may_join = {rank for rank, seen in self._ranks.items() if not seen.has_returned and rank not in waiting}
-        while freed := {rank for rank in waiting if rank not in may_join and waiting[rank].keys() <= may_join}:
+        while freed := {rank for rank in waiting if rank not in may_join and _is_freed(waiting[rank], may_join)}:
             may_join |= freed
         return waiting.keys() - may_join
 
@@ -194,15 +234,34 @@ class MismatchPolicy:
 
     def _explain(self, waiting: dict[int, dict[int, Collective]], now: float) -> str:
         by_place: dict[str, list[int]] = {}
+        made: dict[str, set[int]] = {}
         for rank, missing in waiting.items():
-            by_place.setdefault(next(iter(missing.values())).place, []).append(rank)
+            waited = next(iter(missing.values()))
+            otherwise = {
+                other: begun
+                for other, one in missing.items()
+                if (begun := self._made_otherwise(other, one)) is not None
+            }
+            is_same = any(begun.operation == waited.operation for begun in otherwise.values())
+            by_place.setdefault(waited.place_and_content if is_same else waited.place, []).append(rank)
+            for other, begun in otherwise.items():
+                if other not in waiting or begun.is_done:
+                    made.setdefault(begun.place_and_content, set()).add(other)
         waits = [f"{name_ranks(ranks, 'waits', 'wait')} in {place}" for place, ranks in by_place.items()]
         longest_s = max(self._ranks[rank].waited_s(now) for rank in waiting)
         others = sorted({rank for missing in waiting.values() for rank in missing} - waiting.keys())
-        return "; ".join([f"{', '.join(waits)} for {longest_s:.0f} s", *map(self._describe_missing, others)])
+        passed = [f"{name_ranks(ranks, 'has', 'have')} made {place}" for place, ranks in made.items()]
+        return "; ".join([f"{', '.join(waits)} for {longest_s:.0f} s", *passed, *map(self._describe_missing, others)])
 
     def _describe_missing(self, rank: int) -> str:
         seen = self._ranks[rank]
         if seen.has_returned:
             return f"rank {rank} has returned from train_func"
         return f"rank {rank} is missing{f', it is at {seen.position.line}' if seen.position.line else ''}"
+
+
+def _is_freed(missing: Mapping[int, Collective], may_join: Collection[int]) -> bool:
+    """Return True if the ranks that ``may_join`` are enough to complete all collectives that lack the ``missing`` ones."""
+    from_any = [rank for rank, one in missing.items() if one.transfer == FROM_ANY]
+    has_sender = not from_any or any(rank in may_join for rank in from_any)
+    return has_sender and all(rank in may_join for rank in missing if rank not in from_any)

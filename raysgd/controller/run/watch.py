@@ -164,7 +164,8 @@ class Watch:
 
     async def _look(self) -> None:
         """Ask where the ranks are, of which one has made no session call for some time."""
-        for rank, position in (await self._monitor.positions(_LOOK_TIMEOUT_S)).items():
+        asked = self._mismatches.list_questions()
+        for rank, position in (await self._monitor.positions(asked, _LOOK_TIMEOUT_S)).items():
             self._mismatches.on_position(rank, position, self._loop.time())
 
     def _check_suspects(self) -> None:

@@ -6,12 +6,12 @@ Runs in the TrainerActor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from ray.exceptions import RayError
 
-from raysgd.backends.flight_recorder import Collective
+from raysgd.backends.flight_recorder import Collective, CollectiveId
 from raysgd.session.progress import Heartbeat
 from raysgd.workers.group.joining import JoiningWorkers
 from raysgd.workers.group.processes import Worker
@@ -69,18 +69,25 @@ class GroupMonitor:
 
     async def collectives(self, ranks: Sequence[int], folder: str, timeout_s: float) -> dict[int, Sequence[Collective]]:
         """Return the last collectives of the ranks that answer in time; they write their full records into ``folder``."""
-        return await self._ask_members(ranks, lambda worker: worker.handle.flight_record.remote(folder), timeout_s)
+        return await self._ask_members(ranks, lambda _, worker: worker.handle.flight_record.remote(folder), timeout_s)
 
-    async def positions(self, timeout_s: float) -> dict[int, Position]:
-        """Return where train_func is on the ranks that answer in time."""
-        return await self._ask_members(range(self.size), lambda worker: worker.handle.position.remote(), timeout_s)
+    async def positions(self, asked: Mapping[int, Collection[CollectiveId]], timeout_s: float) -> dict[int, Position]:
+        """Return where train_func is on the ranks that answer in time.
+
+        Args:
+            asked: For each rank the collectives that others wait in, of which it says whether it has begun them.
+            timeout_s: The time to answer.
+        """
+        return await self._ask_members(
+            range(self.size), lambda rank, worker: worker.handle.position.remote(asked.get(rank, ())), timeout_s
+        )
 
     async def _ask_members(
-        self, ranks: Iterable[int], ask: Callable[[Worker], Awaitable[T]], timeout_s: float
+        self, ranks: Iterable[int], ask: Callable[[int, Worker], Awaitable[T]], timeout_s: float
     ) -> dict[int, T]:
-        """Call ``ask`` for each member; return the answers of those that answer in time."""
+        """Call ``ask`` with each rank and its worker; return the answers of those that answer in time."""
         members = {rank: worker for rank in ranks if (worker := self._members[rank]) is not None}
-        calls = {rank: asyncio.ensure_future(ask(worker)) for rank, worker in members.items()}
+        calls = {rank: asyncio.ensure_future(ask(rank, worker)) for rank, worker in members.items()}
         if calls:
             await asyncio.wait(calls.values(), timeout=timeout_s)
         for call in calls.values():

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 
 from raysgd._util.imports import uncollected
 from raysgd.backends.base import BackendConfig, Member
-from raysgd.backends.flight_recorder import Collective
+from raysgd.backends.flight_recorder import Collective, CollectiveId
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.errors import StorageError
 from raysgd.session.progress import Heartbeat
@@ -225,7 +225,7 @@ class WorkerActor(Watched):
         if self._backend.should_replace_process():
             return Prepared("their framework has not freed all resources of earlier groups")
         if order.is_run or not self._is_reset:
-            self._baseline.restore()
+            self._baseline.restore(may_freeze=not self._is_in_group and not self._instances.is_in_group)
             self._is_reset = True
         if order.visible_gpus:
             # CUDA reads the variable once, so this process keeps the GPUs that it saw first, whatever others the group gets.
@@ -268,7 +268,8 @@ class WorkerActor(Watched):
             self._termination.remind()
         self._modules.note_loaded()
         del attempt, sender  # they refer to what train_func returned
-        self._baseline.settle()
+        if not self._is_in_group:
+            self._baseline.settle()
 
     def payloads(self, attempt: int) -> Iterator[Any]:
         """Yield what this rank saves in an attempt, each part as an array of bytes. The controller owns the items."""
@@ -307,13 +308,18 @@ class WorkerActor(Watched):
         current = self._current.get()
         return Heartbeat() if current is None else current.heartbeat()
 
-    def position(self) -> Position:
-        """Return where train_func is; if it does not run, only what it has communicated."""
+    def position(self, asked: Collection[CollectiveId] = ()) -> Position:
+        """Return where train_func is; if it does not run, only what it has communicated.
+
+        Args:
+            asked: The collectives that other ranks wait in.
+        """
         if (current := self._current.get()) is not None:
-            return current.position()
+            return current.position(asked)
         from raysgd.workers.process.position import find_collectives  # not for a cold start
 
-        return Position(find_collectives(self._backend))
+        last, begun = find_collectives(self._backend, asked)
+        return Position(last, begun=begun)
 
     def flight_record(self, folder: str) -> tuple[Collective, ...]:
         """Return the last collectives of this rank, and write its whole flight record into ``folder``."""
@@ -378,6 +384,7 @@ class WorkerActor(Watched):
         self._current.forget()
         self._is_in_group = False
         self._backend.destroy_process_group()
+        self._baseline.settle()
 
     def _on_sigterm(self) -> bool:
         """Handle SIGTERM in the main thread: the first one ends the attempt in order, the second one ends the process."""

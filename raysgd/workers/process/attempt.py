@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -17,6 +17,7 @@ from raysgd._util.logs import get_logger
 from raysgd._util.redact import redact_text, secret_values
 from raysgd._util.tracebacks import hide_own_frames
 from raysgd.backends.base import Backend, is_collective_error
+from raysgd.backends.flight_recorder import CollectiveId
 from raysgd.callbacks.base import Callback, Stop
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.errors import AttemptEnded, TrainFuncError
@@ -173,9 +174,9 @@ class Attempt:
         """Return how far train_func has come."""
         return self.session.progress.heartbeat(is_inside=self._thread.is_inside, has_gpu=self._order.member.has_gpu)
 
-    def position(self) -> Position:
+    def position(self, asked: Collection[CollectiveId]) -> Position:
         """Return where train_func is, and in which collectives."""
-        return self._positions.find()
+        return self._positions.find(asked)
 
     def preempt(self, why: str) -> bool:
         """Report to the controller that this process got SIGTERM; return False if that was reported before.

@@ -28,12 +28,16 @@ class Instances:
 
     Args:
         node: This process's node, as users see it.
+
+    Attributes:
+        is_in_group: This process is in a group, with an instance or without one.
     """
 
     def __init__(self, backend: Backend, node: str) -> None:
         self._backend = backend
         self._node = node
         self._instance: Any = None
+        self.is_in_group = False
 
     def make(self, blob: Blob, member: Member) -> None:
         """Join a group and make the instance, given a pickle of ``(class, args, kwargs)``; none if the class is None.
@@ -42,6 +46,7 @@ class Instances:
             CallFailed: The constructor failed.
         """
         self._backend.init_process_group(member)
+        self.is_in_group = True
         try:
             self._construct(resolve(blob), member)
         except BaseException:
@@ -69,6 +74,7 @@ class Instances:
         self._instance = None
         context.uninstall()
         self._backend.destroy_process_group()
+        self.is_in_group = False
 
     def _construct(self, data: bytes, member: Member) -> None:
         context.install(MemberSession(member))

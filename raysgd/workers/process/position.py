@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from raysgd.backends.base import Backend
-from raysgd.backends.flight_recorder import Collective, numbers_only
+from raysgd.backends.flight_recorder import Collective, CollectiveId, numbers_only
 from raysgd.session.worker import WorkerSession
 from raysgd.workers.orders import Position
 from raysgd.workers.process.train_thread import Place
@@ -16,13 +16,18 @@ from raysgd.workers.process.train_thread import Place
 BUSY_SHARE = 0.05
 
 
-def find_collectives(backend: Backend) -> tuple[Collective, ...]:
-    """Return the last collective of each group from the backend's record, or by its number if there is no record.
+def find_collectives(
+    backend: Backend, asked: Collection[CollectiveId] = ()
+) -> tuple[tuple[Collective, ...], tuple[Collective, ...] | None]:
+    """Return the last collective of each group, and those that ``asked`` names, as far as this rank has begun them.
 
+    Without a record of the backend, only the numbers of the last ones are known, and None is returned in the second place.
     Gloo's numbers count sends and receives, too, by which a rank would seem to have come further than it has.
     """
     record = backend.dump_flight_record()
-    return numbers_only(backend.count_collectives()) if record is None else record.last
+    if record is None:
+        return numbers_only(backend.count_collectives()), None
+    return record.last, tuple(one for one in record.entries if any(map(one.is_asked_for, asked)))
 
 
 class Thread(Protocol):
@@ -59,8 +64,12 @@ class PositionFinder:
         self._since = 0.0
         self._first_cpu_s = 0.0
 
-    def find(self) -> Position:
-        """Return the position."""
+    def find(self, asked: Collection[CollectiveId] = ()) -> Position:
+        """Return the position.
+
+        Args:
+            asked: The collectives that other ranks wait in.
+        """
         now, place, numbers = self._clock(), self._thread.place(), self._backend.count_collectives()
         at = place.spot, numbers
         if at != self._at or self._has_computed(place, now):
@@ -68,9 +77,10 @@ class PositionFinder:
         barriers = self._barriers()
         blocked_s = now - self._since
         may_read = blocked_s > 0 or not place.spot  # it delays nothing
-        collectives = (*(find_collectives(self._backend) if may_read else numbers_only(numbers)), *barriers)
+        last, begun = find_collectives(self._backend, asked) if may_read else (numbers_only(numbers), None)
+        collectives = *last, *barriers
         waited_ns = max((time.time_ns() - one.began_ns for one in collectives if not one.is_done), default=0)
-        return Position(collectives, waited_ns / 1e9, blocked_s, place.line)
+        return Position(collectives, waited_ns / 1e9, blocked_s, place.line, begun)
 
     def _has_computed(self, place: Place, now: float) -> bool:
         return not self._has_gpu and place.cpu_s - self._first_cpu_s > BUSY_SHARE * (now - self._since)

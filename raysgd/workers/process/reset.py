@@ -67,8 +67,12 @@ class Baseline:
                 "flags": _read_flags(torch.backends),
             }
 
-    def restore(self) -> None:
-        """Restore the state of a fresh worker, and free what the last run held."""
+    def restore(self, *, may_freeze: bool = True) -> None:
+        """Restore the state of a fresh worker, and free what the last run held.
+
+        Args:
+            may_freeze: This process is in no group, so that imports may be frozen; see `settle`.
+        """
         for name in set(os.environ) - set(self._environ):
             del os.environ[name]
         os.environ.update(self._environ)
@@ -82,11 +86,15 @@ class Baseline:
                 numpy.random.seed()
         self._restore_torch()
         gc.collect()
-        if self._has_many_imports():
+        if may_freeze and self._has_many_imports():
             self._freeze()
 
     def settle(self) -> None:
-        """Free what a run has left, if it has imported much: later collections then take no time for what it imported."""
+        """Free what a run has left, if it has imported much: later collections then take no time for what it imported.
+
+        Called when the group has been left. What is alive now and is held by cycles is never freed: JAX's client, which a
+        group has until it is left, would keep the memory of its GPU.
+        """
         if self._has_many_imports():
             gc.collect()
             self._freeze()
