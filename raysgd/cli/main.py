@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except click.ClickException as error:
         ctx = getattr(error, "ctx", None)
-        path = ctx.command_path if ctx is not None else _NAME
+        path = ctx.command_path if ctx is not None else " ".join([_NAME, *_command_of(words)])
         print_error(f"{path}: {_with_advice(error.format_message(), path)}")
         return error.exit_code
     except RaySGDError as error:

@@ -1,19 +1,23 @@
-"""``raysgd plan``: choose strategies for a model before anything is started. Driver side; it imports torch, no Ray."""
+"""``raysgd plan``: choose strategies for a model, or for a training of a YAML file, before anything is started. Driver side.
+
+Nothing is allocated, and Ray is not started.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import click
 
-from raysgd.cli.console import SUCCEEDED, print_json
+from raysgd.cli.console import SUCCEEDED, json_flag, print_json
 from raysgd.cli.engine_flags import FILE_FLAG, PREFIX, engine_flags
 from raysgd.cli.flags import Flag, FlagsCommand, parse_bool, parse_int, parse_number
+from raysgd.cli.train import allow_flag, check_flags
 from raysgd.config.argument_names import nearest
 from raysgd.config.checks import check_choice
 from raysgd.errors import ConfigError
@@ -128,7 +132,39 @@ def _plain(value: Any) -> dict[str, Any]:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else dict(vars(value))
 
 
-command = FlagsCommand(
+@click.command("plan", context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
+@click.option("-f", "--file", "path", metavar="FILE", required=True, help="The YAML file of `raysgd train`.")
+@allow_flag
+@json_flag
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--NAME VALUE ...]")
+def of_file(path: str, allowed: Sequence[str], as_json: bool, words: Sequence[str]) -> int:
+    """Choose the strategies by which the training of a YAML file fits into the memory of its devices."""
+    from raysgd.declarative.entry import load_args, plan_training
+
+    check_flags(words, of_file)
+    found = plan_training(load_args(path, words), allow_import=list(allowed) or None)
+    if as_json:
+        print_json(_to_json(found))
+        return SUCCEEDED
+    print(found)
+    fields = [f"--engine.{name} {_text(value)}" for name, value in found.config.given().items()]
+    print(f"\nflags of `raysgd train`: {' '.join(fields) or 'none'}")
+    return SUCCEEDED
+
+
+class PlanCommand(FlagsCommand):
+    """The command ``raysgd plan``, whose flags are others with ``-f FILE``."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Parse the words; see `click.Command.make_context`."""
+        if any(word.partition("=")[0] in ("-f", "--file") for word in args):
+            return of_file.make_context(info_name, args, parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+command = PlanCommand(
     "plan",
     hints={},
     callback=_execute,
@@ -141,7 +177,9 @@ command = FlagsCommand(
     help=(
         "Choose the strategies by which the model that MODULE:FUNCTION makes fits into the memory of the devices, the fastest "
         "first. Nothing is allocated and nothing is started.\n\n"
-        "\b\nraysgd plan --batch model:make_batch --num-workers 8 --memory-per-device 80e9 model:make_model\n\n"
+        "\b\nraysgd plan --batch model:make_batch --num-workers 8 --memory-per-device 80e9 model:make_model\n"
+        "raysgd plan -f job.yaml\n\n"
+        "The second form plans the training of a YAML file; `raysgd plan -f FILE --help` shows its flags.\n\n"
         "Flags --engine.* are chosen by you, and not varied."
     ),
 )

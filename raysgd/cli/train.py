@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from raysgd.cli.console import SUCCEEDED, json_flag, print_json
+from raysgd.cli.console import SUCCEEDED, F, json_flag, print_json
 from raysgd.cli.run import run_to_end, show_all_output
 from raysgd.config.argument_names import nearest
 from raysgd.errors import ConfigError
@@ -23,6 +23,17 @@ Any value of the file can be changed: `--max_epochs 2`, `--model.args.dim=32`, `
 """
 
 
+def allow_flag(function: F) -> F:
+    """Decorate a command: it has the flag ``--allow-import``, given as the argument ``allowed``."""
+    return click.option(
+        "--allow-import",
+        "allowed",
+        multiple=True,
+        metavar="MODULE",
+        help="Import components from this module, and those below it, alone; may be repeated (default: any).",
+    )(function)
+
+
 @click.command(
     "train",
     help=_HELP,
@@ -30,13 +41,7 @@ Any value of the file can be changed: `--max_epochs 2`, `--model.args.dim=32`, `
     options_metavar="-f FILE",
 )
 @click.option("-f", "--file", "path", metavar="FILE", help="The YAML file.")
-@click.option(
-    "--allow-import",
-    "allowed",
-    multiple=True,
-    metavar="MODULE",
-    help="Import components from this module, and those below it, alone; may be repeated (default: any).",
-)
+@allow_flag
 @click.option("--print-config", is_flag=True, help="Print all fields with their values, as YAML, and do not train.")
 @click.option(
     "--evaluate",
@@ -68,7 +73,7 @@ def command(
     from raysgd.declarative.entry import evaluate, load_args, train
     from raysgd.declarative.reading import as_values
 
-    _check_flags(words)
+    check_flags(words, command)
     args = load_args(path, words)
     if print_config:
         _print_values(as_values(args), as_json)
@@ -108,7 +113,7 @@ def restart(words: Sequence[str], run_dir: str, changes: Sequence[str]) -> int:
     return main(["train", *words, *changes, "--checkpoint.resume_from", run_dir])
 
 
-def _check_flags(words: Sequence[str]) -> None:
+def check_flags(words: Sequence[str], command: click.Command) -> None:
     """Refuse a misspelt flag of the command, which would be taken for a field.
 
     Raises:

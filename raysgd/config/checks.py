@@ -95,6 +95,8 @@ def split_path(name: str, folder: str) -> tuple[str, str]:
         raise ConfigError(
             f"{name}={folder!r} is a whole bucket; give a folder in it, such as {folder.rstrip('/')}/runs."
         )
+    if not last:
+        raise ConfigError(f"{name}={folder!r} is the root of the file system; give a folder in it, such as /runs.")
     return (above or "/") + mark + query, check_component(name, last)
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,12 +23,20 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore, read_manifest
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.argument_names import nearest
-from raysgd.config.checks import from_mapping, split_path
+from raysgd.config.checks import check_choice, from_mapping, split_path
 from raysgd.declarative.args import FieldError, TrainerArgs
 from raysgd.declarative.loggers import make_callbacks
 from raysgd.declarative.reading import Tree, args_of, as_values, merge
 from raysgd.declarative.strategies import Strategies, decide, list_warnings
-from raysgd.declarative.values import TYPE_KEY, VALUE_KEY, VALUE_TYPE_KEY, Importer, explain_missing
+from raysgd.declarative.values import (
+    TYPE_KEY,
+    VALUE_KEY,
+    VALUE_TYPE_KEY,
+    ComponentError,
+    Importer,
+    explain_missing,
+    is_full_name,
+)
 from raysgd.engine.config import EngineConfig
 from raysgd.errors import CheckpointNotFoundError, ConfigError
 from raysgd.trainer.trainer import Trainer
@@ -164,6 +172,18 @@ def train(
     return found
 
 
+def plan_training(args: TrainerArgs, *, allow_import: Sequence[str] | None = None) -> Any:
+    """Return the `raysgd.engine.Plan` of a training, which ``run_mode: compile`` writes. Nothing is started.
+
+    Raises:
+        ConfigError: A component cannot be made, or the model fits nowhere.
+    """
+    importer = Importer(allow_import)
+    with Tree().naming_places(), importing_from(os.getcwd()):
+        _check_names(args, importer)
+        return decide(replace(args, run_mode="compile"), importer).plan
+
+
 def evaluate(
     args: TrainerArgs | Mapping[str, Any],
     stage: Literal["val", "test"] = "val",
@@ -176,7 +196,12 @@ def evaluate(
         ConfigError: A value cannot work, or there is no such dataset.
         CheckpointNotFoundError: There is no checkpoint.
     """
+    check_choice("stage", stage, ("val", "test"))
     job = _Job.of(args, allow_import)
+    if not job.args.dataset.args_of(stage):
+        raise ConfigError(
+            f"there is no data to evaluate: dataset.{stage}_args is empty; give the arguments of the dataset."
+        )
     with importing_from(os.getcwd()):
         start = find_start(job.args)
         if start is None:
@@ -220,9 +245,9 @@ class _Job:
     def of(cls, args: TrainerArgs | Mapping[str, Any], allow_import: Sequence[str] | None) -> _Job:
         if not isinstance(args, TrainerArgs):
             args = args_of(args)
-        with Tree().naming_places():
-            _check_names(args)
         importer = Importer(allow_import)
+        with Tree().naming_places():
+            _check_names(args, importer)
         with importing_from(os.getcwd()):
             callbacks, warnings = make_callbacks(args, importer)
             missing = list_missing_modules(args)
@@ -283,12 +308,19 @@ class _Job:
         )
 
 
-def _check_names(args: TrainerArgs) -> None:
-    """Check that components exist in the modules of this machine, without importing them.
+def _check_names(args: TrainerArgs, importer: Importer | None = None) -> None:
+    """Check that components may be imported and exist in the modules of this machine, without importing them.
 
     Raises:
-        FieldError: One certainly does not exist.
+        FieldError: One certainly does not exist, or may not be imported.
     """
+    for path, name in _names_of_components(as_values(args), ()):
+        if importer is None or path[0] == "log" or not is_full_name(name):  # known loggers are not imported
+            continue
+        try:
+            importer.check_allowed(name, name)
+        except ComponentError as error:
+            raise FieldError(path, str(error)) from None
     if args.trainer.get("runtime_env"):
         return  # the workers may have other modules
     with importing_from(os.getcwd()):

@@ -65,7 +65,7 @@ class Importer:
         if not is_full_name(name):
             raise ComponentError(f"{name!r} {NO_FULL_NAME}")
         parts = name.split(".")
-        self._check_allowed(name, name)
+        self.check_allowed(name, name)
         for place in range(len(parts) - 1, 0, -1):
             module_name = ".".join(parts[:place])
             try:
@@ -80,13 +80,18 @@ class Importer:
                     raise ComponentError(f"{name}: {module_name} has no {part!r}{close}.")
                 found = getattr(found, part)
                 if isinstance(found, types.ModuleType):  # such as torch.os
-                    self._check_allowed(found.__name__, name)
+                    self.check_allowed(found.__name__, name)
             return found
         raise ComponentError(
             f"{name}: there is no module {parts[0]!r}; modules are looked for in the working directory and in what is installed."
         )
 
-    def _check_allowed(self, module: str, name: str) -> None:
+    def check_allowed(self, module: str, name: str) -> None:
+        """Check that a module, or a full name, may be imported for ``name``.
+
+        Raises:
+            ComponentError: It is not below what is allowed.
+        """
         allowed = self._allowed
         if allowed is not None and not any(module == each or module.startswith(f"{each}.") for each in allowed):
             raise ComponentError(f"{name} may not be imported: --allow-import allows {', '.join(allowed)}.")

@@ -90,6 +90,8 @@ def test_run_and_workers_are_exported_during_training(ray_cluster: Any, tmp_path
         assert until(are_plausible, PATIENCE_S, interval_s=0.5), metrics_page()
         (tmp_path / "checked").touch()
         assert until(lambda: exported("run_restarts_total") == {(run, ""): 1}, PATIENCE_S, 0.5)
+        assert re.search(r'^ray_raysgd_run_restarts_total{[^}]*cause="death"', metrics_page(), re.MULTILINE)
+        assert 0 < exported("run_goodput_fraction")[run, ""] < 1
         assert until(lambda: exported("run_world_size") == {(run, ""): 2}, PATIENCE_S, 0.5)
         assert exported("run_failures_total") == exported("run_checkpoints_total") == {(run, ""): 1}
         assert exported("run_checkpoint_bytes_total")[run, ""] > 1000

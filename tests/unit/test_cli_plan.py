@@ -33,6 +33,19 @@ def make_optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(256, 1)
+
+    def forward(self, batch):
+        return self.layer(batch).square().mean()
+
+
+def make_rows(size):
+    return [torch.zeros(256) for _ in range(size)]
+
+
 WIDTH = 256
 """
 
@@ -104,6 +117,45 @@ def test_fields_that_are_chosen_by_hand_are_not_varied(run: Run) -> None:
 def test_mistake_is_explained(run: Run, words: list[str], text: str) -> None:
     status, _, err = run(*words)
     assert status == 2 and text in err
+
+
+JOB = """\
+compute_config: {runtime_ngpus: 2, use_end2end: true}
+micro_batch_size: 8
+max_epochs: 1
+model: {type: models_of_plan.Line}
+optimizer: {type: torch.optim.SGD, args: {lr: 0.1}}
+dataset: {type: models_of_plan.make_rows, train_args: {size: 20}}
+"""
+
+
+def test_training_of_a_file_is_planned(run: Run) -> None:
+    Path("job.yaml").write_text(JOB)
+    status, out, err = run("-f", "job.yaml", "--engine.memory_per_device", "1e9")
+    assert (status, err) == (0, "")
+    assert out.startswith("Plan for 257 parameters") and out.splitlines()[-1].startswith("flags of `raysgd train`: ")
+    found = json.loads(run("--file=job.yaml", "--compute_config.runtime_ngpus", "4", "--json")[1])
+    assert (found["num_workers"], found["num_parameters"]) == (4, 257)
+    assert not Path(".nnscaler").exists(), "`raysgd train --run_mode compile` writes files"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["-f"], "raysgd plan: Option '-f' requires an argument"),
+        (["-f", "nothing.yaml"], "nothing.yaml cannot be read"),
+        (["-f", "job.yaml", "--max_epoch", "2"], "max_epoch: there is no such field (did you mean 'max_epochs'?)"),
+        (["-f", "job.yaml", "--jsn"], "--jsn is neither a flag nor a field (did you mean '--json'?)"),
+        (["-f", "job.yaml", "--allow-import", "torch"], "models_of_plan.Line may not be imported"),
+        (["-f", "job.yaml", "--engine.memory_per_device", "100"], "engine: memory_per_device=100 is less than a megabyte"),
+        (["-f", "job.yaml", "--dataset.train_args.size", "0"], "the training data has no row"),
+    ],
+)
+def test_training_that_cannot_be_planned_is_explained(run: Run, words: list[str], text: str) -> None:
+    Path("job.yaml").write_text(JOB)
+    status, _, err = run(*words)
+    assert status == 2 and text in err
+    assert len(err.splitlines()) == 1
 
 
 def test_error_inside_of_a_module_is_that_of_the_module(run: Run) -> None:

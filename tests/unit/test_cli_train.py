@@ -81,7 +81,13 @@ def test_what_is_printed_is_a_file_again(job: str, tmp_path: Path, capsys: pytes
         (["-f", "{job}", "--max_epoch", "3"], "max_epoch: there is no such field (did you mean 'max_epochs'?)."),
         (["-f", "{job}", "junk"], "'junk' is neither a flag nor the value of one"),
         (["-f", "{job}", "--evaluate", "all"], "'all' is not one of 'val', 'test'"),
-        (["-f"], "Option '-f' requires an argument"),
+        (["-f"], "raysgd train: Option '-f' requires an argument; `raysgd train --help`"),
+        (
+            ["-f", "{job}", "--allow-import", "torch"],
+            "model.type: my.Model may not be imported: --allow-import allows torch.",
+        ),
+        (["-f", "{job}", "--evaluate", "test"], "there is no data to evaluate: dataset.test_args is empty"),
+        (["-f", "{job}", "--checkpoint.save_dir", "/"], "checkpoint.save_dir='/' is the root of the file system"),
     ],
 )
 def test_a_mistake_has_status_2(job: str, words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ def test_exception_to_retry_counts_as_a_failure() -> None:
         "nodes": ["node1"],
         "error": "train_func raised ConnectionError: reset by peer on rank 1, node1",
         "action": "retry 1",
+        "cause": "exception",
     }
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.checkpoints.coordinator import CheckpointCoordinator
-from raysgd.controller.machine.regrouping import Growth, Pause, Preemption, SavePoint
+from raysgd.controller.machine.regrouping import GROWS, Growth, Pause, Preemption, RegroupCause, SavePoint
 from raysgd.controller.policies.failure import Failure, FailurePolicy, find_cause
 from raysgd.controller.run_plan import PreviousState, RunPlan
 from raysgd.controller.states import (
@@ -223,13 +223,19 @@ class RunLifecycle:
         why_over = self.failures.decide(failure)
         retry = "stop" if self.is_stopping else f"retry {self.failures.num_failures}"
         action = retry if why_over is None else "give up"
-        data = {"ranks": list(failure.ranks), "nodes": list(failure.nodes), "error": failure.what, "action": action}
+        data = {
+            "ranks": list(failure.ranks),
+            "nodes": list(failure.nodes),
+            "error": failure.what,
+            "action": action,
+            "cause": failure.cause,
+        }
         self._emit(c.RecordEvent("failure", data | ({"raised": failure.raised} if failure.raised else {})))
         return why_over
 
-    def regroup(self, running: Running, why: str) -> None:
+    def regroup(self, running: Running, why: str, cause: RegroupCause) -> None:
         """End the attempt, so that another group can form. This does not count as a failure."""
-        self._emit(c.RecordEvent("regroup", {"attempt": running.attempt, "why": why}))
+        self._emit(c.RecordEvent("regroup", {"attempt": running.attempt, "why": why, "cause": cause}))
         if isinstance(self.state, Running):
             self.end_attempt(running, why)
         assert isinstance(self.state, Ending)
@@ -326,4 +332,6 @@ class RunLifecycle:
             self.save_point.cancel()
             self.growth.refuse()
         else:
-            self.regroup(running, self.preemption.why or self.save_point.why or "")
+            planned: RegroupCause = "resize" if self.save_point.why == GROWS else "pause"
+            cause = "preemption" if self.preemption.why else planned
+            self.regroup(running, self.preemption.why or self.save_point.why or "", cause)

@@ -214,7 +214,7 @@ class RunMachine:
         state = self.state
         is_open = isinstance(state, Ending) and not state.is_decided and state.preset is None
         if (is_open or isinstance(state, Running)) and (why := self.checkpoints.skip_start(event.error)):
-            self._lifecycle.regroup(running, why)
+            self._lifecycle.regroup(running, why, "checkpoint")
 
     def _on_stream_ended(self, given: c.StreamEnded) -> None:
         running = self._lifecycle.attempt_if_current(given.attempt)
@@ -234,7 +234,7 @@ class RunMachine:
         self._emit(c.LeaveGroup())
         is_stopping = self._lifecycle.is_stopping
         if self._preemption.why and self._preemption.saw_stop and not is_stopping:
-            self._lifecycle.regroup(running, self._preemption.why)
+            self._lifecycle.regroup(running, self._preemption.why, "preemption")
             return
         self._emit(c.EmitFrame(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": None}))
         is_stopped = is_stopping or running.stopped
@@ -311,7 +311,7 @@ class RunMachine:
         if timer == "grow":
             self._on_grow(running)
         elif timer == "preemption" and isinstance(state, Running) and not self._lifecycle.is_stopping:
-            self._lifecycle.regroup(running, self._preemption.why or "")
+            self._lifecycle.regroup(running, self._preemption.why or "", "preemption")
         elif timer == "save_point":
             self._save_point.on_timeout()
         elif timer == "grace":
@@ -331,7 +331,7 @@ class RunMachine:
             is_bound_to_size=self.checkpoints.is_bound_to_size,
             is_at_once=self._grows_without_save and not self.checkpoints.has_any,
         ):
-            self._lifecycle.regroup(running, GROWS)
+            self._lifecycle.regroup(running, GROWS, "resize")
 
     def _on_stop_requested(self, given: c.StopRequested) -> None:
         state = self.state

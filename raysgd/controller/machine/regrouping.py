@@ -7,12 +7,15 @@ There are three reasons: an elastic group grows (`Growth`), workers are preempte
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Literal
 
 from raysgd.controller import commands as c
 from raysgd.controller.policies.failure import Failure
 from raysgd.controller.states import Running
 
 Emit = Callable[[c.Command], None]
+#: Why a group forms again without a failure: it grows, is preempted or pauses, or the checkpoint it started from is damaged.
+RegroupCause = Literal["resize", "preemption", "pause", "checkpoint"]
 
 #: Seconds for the last ranks to reach the save point, once the checkpoint is committed.
 REACH_S = 2.0
@@ -271,7 +274,7 @@ class Preemption:
         """Return whether a failure was announced. It is recorded as a reason to regroup then, not as a failure."""
         if not failure.is_announced and not self.explains(failure.ranks):
             return False
-        self._emit(c.RecordEvent("regroup", {"attempt": attempt, "why": failure.what}))
+        self._emit(c.RecordEvent("regroup", {"attempt": attempt, "why": failure.what, "cause": "preemption"}))
         return True
 
     def kill_preempted(self) -> None:

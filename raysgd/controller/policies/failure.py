@@ -41,6 +41,11 @@ class Failure:
     is_announced: bool = False
     outcome: Outcome | None = None
 
+    @property
+    def cause(self) -> str:
+        """``"exception"`` of train_func, or ``"death"`` of a worker, also while a group was being formed."""
+        return "death" if self.outcome is None else "exception"
+
 
 class FailurePolicy:
     """Counts the failures of a run. ``max_failures=k`` allows exactly k retries."""
