@@ -302,7 +302,7 @@ class Steps:
             loss_fn=self._loss_fn,
             lr_schedule_fn=self._schedule,
             mesh=self._mesh,
-            compute_dtype=self._compute_dtype,
+            compute_dtype=self._compute_dtype or jnp.dtype(jnp.float32),
         )
         new, metrics = _check_step(returned, given)
         metrics = {**metrics, "weight": jnp.float32(num_rows_of(batch)), "step": state.step + 1}
