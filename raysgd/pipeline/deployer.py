@@ -15,6 +15,8 @@ from raysgd._util.tracebacks import leaves_raysgd
 from raysgd.backends.base import BackendConfig
 from raysgd.backends.jax import JaxConfig
 from raysgd.backends.registry import resolve_backend
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.checkpoint.links import list_manifests
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.argument_names import TRAINER_HINTS, refuse_unknown
@@ -48,6 +50,9 @@ class Deployer:
         wandb_init_kwargs: Arguments of ``wandb.init``; they imply ``run_wandb``.
         host0_address: Ignored with a message: Ray places the workers.
         n_processes: The number of workers, as ``num_workers``.
+        n_local_devices: The number of devices of each worker: ``devices_per_worker`` on CPUs, or that of its GPUs.
+        host0_port: Ignored, as ``host0_address``.
+        process_id: Ignored, as ``host0_address``.
         verbose: Whether progress is shown.
         num_workers: The number of workers; ``(min, max)`` for elastic training. 1 by default.
         devices_per_worker: The number of virtual devices of each worker on CPUs. GPUs and TPUs are those that it was given.
@@ -80,6 +85,9 @@ class Deployer:
         wandb_init_kwargs: Mapping[str, Any] | None = None,
         host0_address: str | None = None,
         n_processes: int | None = None,
+        n_local_devices: int | None = None,
+        host0_port: int | None = None,
+        process_id: int | None = None,
         verbose: bool = True,
         num_workers: int | tuple[int, float] | None = None,
         devices_per_worker: int | None = None,
@@ -102,8 +110,11 @@ class Deployer:
         self.jax_seed = check_count("jax_seed", jax_seed, minimum=0)
         self.n_model_shards = check_count("n_model_shards", n_model_shards, minimum=1)
         workers = _number_of_workers(num_workers, n_processes)
-        if host0_address is not None:
-            get_logger().info("host0_address=%r is not used: Ray places the workers on its nodes.", host0_address)
+        ignored = {"host0_address": host0_address, "host0_port": host0_port, "process_id": process_id}
+        for name, value in ignored.items():
+            if value is not None:
+                get_logger().info("%s=%r is not used: Ray places the workers on its nodes.", name, value)
+        devices_per_worker = _devices_of_worker(devices_per_worker, n_local_devices, gpus_per_worker)
         backend = _backend(backend_args, devices_per_worker)
         scaling = ScalingConfig(num_workers=workers, gpus_per_worker=gpus_per_worker)
         self._devices_per_worker = _count_devices(backend, gpus_per_worker)
@@ -141,16 +152,20 @@ class Deployer:
         return {"data": max(1, num_devices // self.n_model_shards), "model": self.n_model_shards}
 
     @leaves_raysgd
-    def get_sharding_rules(self, params: Any) -> ShardingRules:
+    def get_sharding_rules(self, params: Any = None, *, params_shape_or_params: Any = None) -> ShardingRules:
         """Return how the parameters are sharded, as a list of rules whose text is a table.
 
         Args:
             params: The tree of parameters: arrays, or `jax.ShapeDtypeStruct`s.
+            params_shape_or_params: The same, by redco's name.
 
         Raises:
             ConfigError: A leaf is not an array of floating-point numbers.
             ImportError: JAX is not installed.
         """
+        if (params is None) == (params_shape_or_params is None):
+            raise ConfigError("get_sharding_rules() needs one tree of parameters: give params.")
+        params = params_shape_or_params if params is None else params
         import_optional("jax", "pipeline")
         from raysgd.pipeline.sharding.plan import plan_sharding
 
@@ -192,6 +207,110 @@ class Deployer:
         rates = (init_learning_rate, learning_rate, end_learning_rate)
         return make_schedule(schedule_type, num_updates, num_warmup, rates)
 
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    @leaves_raysgd
+    def save_ckpt(
+        self, ckpt_dir: str | os.PathLike[str], params: Any, opt_state: Any = None, float_dtype: Any = None, **info: Any
+    ) -> Checkpoint:
+        """Save parameters in a folder, in place of the checkpoint that is there. Runs in the driver.
+
+        Args:
+            ckpt_dir: A path or URI.
+            params: A tree of arrays.
+            opt_state: The state of an optimizer.
+            float_dtype: The type of floating-point numbers in the checkpoint.
+            info: What `load_ckpt` returns next to the arrays, such as ``step`` and ``epoch_idx``: numbers, texts, arrays.
+
+        Returns:
+            The checkpoint, which `Predictor.predict` takes as ``params``.
+        """
+        import_optional("jax", "pipeline")
+        from raysgd.pipeline import checkpoints
+
+        return checkpoints.save(_absolute(os.fspath(ckpt_dir)), params, opt_state, float_dtype, info)
+
+    @leaves_raysgd
+    def load_ckpt(
+        self,
+        ckpt_dir: str | os.PathLike[str] | Checkpoint,
+        params_sharding_rules: Any = None,
+        optimizer: Any = None,
+        float_dtype: Any = None,
+        load_params: bool = True,
+        load_opt_state: bool = True,
+        update_rng: bool = False,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Load a checkpoint of `save_ckpt` or of `Trainer.fit` into the memory of the driver.
+
+        Args:
+            ckpt_dir: A path, a URI or a checkpoint.
+            params_sharding_rules: Is not used: a Trainer or Predictor shards the arrays in the workers.
+            optimizer: The optimizer whose state is loaded; None: it is not loaded.
+            float_dtype: The type that floating-point numbers are converted to.
+            load_params: Whether to load the parameters.
+            load_opt_state: Whether to load the state of the optimizer.
+            update_rng: Whether the information has the random key, with which ``Trainer(last_ckpt_info=...)`` continues.
+
+        Returns:
+            ``params``, as nested dicts of NumPy arrays, and ``opt_state``, by name, each None if it is not loaded; and the
+            information: ``step``, ``epoch_idx`` and what `save_ckpt` was given.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint.
+            CheckpointError: It is not of a pipeline.
+        """
+        import_optional("jax", "pipeline")
+        from raysgd.pipeline import checkpoints
+
+        found = ckpt_dir if isinstance(ckpt_dir, Checkpoint) else checkpoints.find(_absolute(os.fspath(ckpt_dir)))
+        return checkpoints.load(
+            found,
+            optimizer=optimizer,
+            float_dtype=float_dtype,
+            load_params=load_params,
+            load_opt_state=load_opt_state,
+            update_rng=update_rng,
+        )
+
+    @leaves_raysgd
+    def load_last_ckpt(
+        self,
+        optimizer: Any = None,
+        params_sharding_rules: Any = None,
+        float_dtype: Any = None,
+        load_params: bool = True,
+        load_opt_state: bool = True,
+        update_rng: bool = True,
+    ) -> tuple[dict[str, Any], dict[str, Any]] | tuple[None, None]:
+        """Load the newest checkpoint of a fit in ``workdir``, as `load_ckpt` does; ``(None, None)`` if there is none."""
+        if self.workdir is None:
+            raise ConfigError(
+                "load_last_ckpt() needs Deployer(workdir=...), where the newest checkpoint is looked for."
+            )
+        newest = self.newest_checkpoint()
+        if newest is None:
+            return None, None
+        return self.load_ckpt(
+            newest, params_sharding_rules, optimizer, float_dtype, load_params, load_opt_state, update_rng
+        )
+
+    @leaves_raysgd
+    def load_params_shape(self, ckpt_dir: str | os.PathLike[str] | Checkpoint) -> Any:
+        """Return the shapes of a checkpoint's parameters, as nested dicts of `jax.ShapeDtypeStruct`."""
+        import_optional("jax", "pipeline")
+        from raysgd.pipeline.trees import shapes_of
+
+        return shapes_of(self.load_ckpt(ckpt_dir)[0]["params"])
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """Return the newest checkpoint of all runs in ``workdir``, or None."""
+        found = [] if self.workdir is None else list_manifests(Storage.from_uri(self.workdir))
+        if not found:
+            return None
+        store, manifest = found[-1]
+        return Checkpoint.of_manifest(store.path(manifest.number), manifest)
+
     def shutdown(self) -> None:
         """End the workers and release their resources. May be called again."""
         self.runs.shutdown()
@@ -214,6 +333,21 @@ def _number_of_workers(num_workers: Any, n_processes: Any) -> Any:
             f"n_processes={n_processes} and num_workers={num_workers} are two numbers of workers; give num_workers alone."
         )
     return n_processes
+
+
+def _devices_of_worker(devices_per_worker: int | None, n_local_devices: Any, gpus_per_worker: float) -> int | None:
+    """Return the number of virtual devices, of the two arguments that may give it."""
+    if n_local_devices is None:
+        return devices_per_worker
+    check_count("n_local_devices", n_local_devices, minimum=1)
+    name, other = (
+        ("gpus_per_worker", gpus_per_worker) if gpus_per_worker else ("devices_per_worker", devices_per_worker)
+    )
+    if other not in (None, n_local_devices):
+        raise ConfigError(
+            f"n_local_devices={n_local_devices} and {name}={other} are two numbers of devices of a worker; give {name} alone."
+        )
+    return devices_per_worker if gpus_per_worker else n_local_devices
 
 
 def _backend(backend_args: Any, devices_per_worker: int | None) -> JaxConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,10 +54,8 @@ def check_examples(name: str, examples: Any) -> Examples:
     """
     is_sequence = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
     if not is_sequence or isinstance(examples, (str, bytes, Mapping)):
-        hint = " For other examples in each epoch, call fit(n_epochs=1) for each: it continues the training."
         raise ConfigError(
             f"{name} is {with_article(type(examples).__name__)}; give a list of examples, or another sequence with a length."
-            f"{hint if callable(examples) else ''}"
         )
     if not len(examples):
         raise ConfigError(f"{name} is empty; give at least one example.")
@@ -91,6 +90,33 @@ def _check_each(name: str, keys: Any, start: int, examples: Sequence[Any]) -> No
                 f"{name}[{row}] and {name}[0] have different keys: {', '.join(odd)} {'are' if len(odd) > 1 else 'is'} in one of "
                 "them only. Give all examples the same keys, such as None for what is missing."
             )
+
+
+#: Further names of the first argument of loss_fn and pred_fn.
+_RNG_NAMES = ("rng", "train_rng", "pred_rng")
+
+
+def call_by_name(function: Callable[..., Any], **values: Any) -> Any:
+    """Call one of the user's functions by the names of its parameters, or else by position.
+
+    Arguments that are bound by `functools.partial` may so stand anywhere.
+
+    Args:
+        function: The function.
+        values: What it gets, in the order of its positions. ``rng`` may be called ``train_rng`` or ``pred_rng``.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return function(*values.values())
+    known = {name for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    named: dict[str, Any] = {}
+    for name, value in values.items():
+        found = known.intersection(_RNG_NAMES if name == "rng" else (name,))
+        if len(found) != 1:
+            return function(*values.values())
+        named[found.pop()] = value
+    return function(**named)
 
 
 def check_callable(name: str, value: Any, signature: str, *, may_be_none: bool = False) -> Callable[..., Any]:

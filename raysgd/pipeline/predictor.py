@@ -26,6 +26,13 @@ Params = Any
 FindParams = Callable[[], tuple[str | None, Any, Any]]
 
 
+_PREDICT_HINTS = {
+    **dict.fromkeys(("params_replicated", "params_sharded"), "leave it out; parameters are placed in the workers"),
+    "desc": "leave it out; the run has its name in the progress",
+    "batch_size": "use per_device_batch_size=",
+}
+
+
 class Predictor:
     """Predicts with a model on all devices of a `Deployer`.
 
@@ -62,6 +69,7 @@ class Predictor:
         return self
 
     @leaves_raysgd
+    @refuse_unknown("Predictor.predict", _PREDICT_HINTS)
     def predict(
         self,
         examples: Sequence[Any],

@@ -17,7 +17,7 @@ from raysgd.config import CheckpointConfig
 from raysgd.config.checks import check_bool
 from raysgd.controller.requests import TrainerSpec
 from raysgd.errors import RaySGDError
-from raysgd.pipeline.tasks import FitTask, PredictTask
+from raysgd.pipeline.tasks import EvalLossTask, FitTask, PredictTask
 from raysgd.trainer.arguments import RunArguments
 from raysgd.trainer.runs import RunManager
 
@@ -61,7 +61,7 @@ class PipelineRuns:
 
     def run(
         self,
-        task: FitTask | PredictTask,
+        task: FitTask | EvalLossTask | PredictTask,
         config: Mapping[str, Any],
         dataset: Mapping[str, Any],
         *,
@@ -81,7 +81,7 @@ class PipelineRuns:
         """
         own = self._callbacks.make(with_loggers=isinstance(task, FitTask))
         arguments = RunArguments(
-            task, config, dict(dataset), [*own, *callbacks], start, checkpoint_config=checkpoint_config
+            task, config, dict(dataset) or None, [*own, *callbacks], start, checkpoint_config=checkpoint_config
         )
         stream = None
         try:

@@ -29,6 +29,7 @@ class FitSettings(TaskSettings):
     Attributes:
         first_epoch: The epoch that the training begins with.
         last_epoch: The epoch that it ends before.
+        compute_dtype: As for `raysgd.pipeline.Trainer`, by name.
         argmin: Metrics of which the lowest is kept, as they were given.
         argmax: Metrics of which the highest is kept.
         folder: URI of the folder for evaluations, or None.
@@ -45,6 +46,7 @@ class FitSettings(TaskSettings):
     save_every_n_steps: int | None
     save_opt_states: bool
     save_float_dtype: str | None
+    compute_dtype: str | None
     argmin: tuple[str, ...]
     argmax: tuple[str, ...]
     folder: str | None

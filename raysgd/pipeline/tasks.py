@@ -37,6 +37,25 @@ class FitTask:
 
 
 @dataclass(frozen=True)
+class EvalLossTask:
+    """The train_func of eval_loss. Attributes are as those of `FitTask`."""
+
+    parts: bytes
+    like: bytes
+    settings: FitSettings
+
+    @property
+    def __name__(self) -> str:
+        return "eval_loss"
+
+    def __call__(self) -> float:
+        from raysgd.pipeline.worker.fitting import Fitting
+
+        fitting = Fitting({**loads(self.parts), "like": loads(self.like)}, self.settings, identity=self.parts)
+        return fitting.eval_loss()
+
+
+@dataclass(frozen=True)
 class PredictTask:
     """The train_func of predict. Attributes are as those of `FitTask`."""
 

@@ -17,7 +17,7 @@ from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import CheckpointConfig
 from raysgd.config.argument_names import refuse_unknown
-from raysgd.config.checks import check_bool, check_choice, check_count
+from raysgd.config.checks import check_bool, check_count
 from raysgd.config.run import ScoreOrder
 from raysgd.errors import CheckpointNotFoundError, ConfigError
 from raysgd.pipeline.deployer import Deployer
@@ -26,22 +26,19 @@ from raysgd.pipeline.metrics import TRAIN_LOSS, check_metric_names, reported_nam
 from raysgd.pipeline.predictor import Predictor, check_deployer, checkpoint_path
 from raysgd.pipeline.settings import FitSettings
 from raysgd.pipeline.sharding.rules import own_rules
-from raysgd.pipeline.tasks import FitTask
+from raysgd.pipeline.tasks import EvalLossTask, FitTask
 from raysgd.workers.pickling import dumps, dumps_named
 
-_FLOATS = ("float32", "bfloat16", "float16", "float64")
 #: Fields of `CheckpointConfig` that the arguments of fit decide.
 _DECIDED = ("num_to_keep", "score_attribute", "score_order", "keep_best", "links")
 #: As the interval of storage: no checkpoint has a number that is a multiple of it, so all stay in memory.
 _NEVER = 2**31
 _TRAINER_HINTS = {
-    "compute_dtype": "convert parameters and batches in loss_fn",
-    "last_ckpt_info": "give resume_from='last' to fit",
-    "opt_state": "give resume_from=... to fit",
+    "params_sharded": "leave it out; parameters are sharded in the workers",
+    "opt_state_sharded": "leave it out; the state is sharded in the workers",
     "lr": "give it to the optimizer",
 }
 _FIT_HINTS = {
-    "save_ckpt_every_k_epochs": "give save_every_ckpt=True, which keeps the checkpoint of each epoch",
     "batch_size": "use per_device_batch_size=",
     "epochs": "use n_epochs=",
     "dataset": "use train_examples=",
@@ -96,6 +93,15 @@ class Trainer:
             used for the metric ``learning_rate`` alone.
         accumulate_grad_batches: The number of parts that a batch is computed in, one after the other, to save memory. The
             updates are the same.
+        compute_dtype: The type that parameters are converted to for ``loss_fn``, such as ``"bfloat16"``. Parameters, updates and
+            checkpoints keep their own. None: no conversion.
+        train_step_fn: An own step in place of loss, gradient and update: ``train_step_fn(rng, state, batch, loss_fn,
+            lr_schedule_fn, mesh, compute_dtype)`` is called by these names, with the whole batch of all devices, and returns
+            ``(state.apply_gradients(grads=grads), {"loss": loss})``; the dict may have more scalars. XLA splits its work, so it
+            needs no collectives.
+        opt_state: The state of the optimizer to begin with, as `Deployer.load_ckpt` returns it.
+        last_ckpt_info: The information that `Deployer.load_ckpt` returns. The training begins after its epoch, with its step
+            and random key, and the first fit ends after ``n_epochs`` epochs in all.
 
     Raises:
         ConfigError: An argument cannot work.
@@ -115,10 +121,20 @@ class Trainer:
         params_sharding_rules: Any = None,
         lr_schedule_fn: Callable[[Any], Any] | None = None,
         accumulate_grad_batches: int | None = None,
+        *,
+        compute_dtype: Any = None,
+        train_step_fn: Callable[..., Any] | None = None,
+        opt_state: Any = None,
+        last_ckpt_info: Mapping[str, Any] | None = None,
     ) -> None:
         self.deployer = check_deployer(deployer)
         if accumulate_grad_batches is not None:
             check_count("accumulate_grad_batches", accumulate_grad_batches, minimum=1)
+            if train_step_fn is not None and accumulate_grad_batches > 1:
+                raise ConfigError(
+                    "accumulate_grad_batches and train_step_fn exclude each other: an own step gets the whole batch; let it "
+                    "compute the batch in parts."
+                )
         if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
             raise ConfigError(
                 f"optimizer={optimizer!r:.80} is not an optimizer of optax: give one such as optax.adam(1e-3)."
@@ -126,16 +142,22 @@ class Trainer:
         import_optional("jax", "pipeline")
         import_optional("optax", "pipeline")
         from raysgd.pipeline.sharding.plan import plan_sharding
-        from raysgd.pipeline.trees import shapes_of
+        from raysgd.pipeline.trees import float_name, shapes_of
 
         self._accumulate = accumulate_grad_batches
+        self._compute_dtype = None if compute_dtype is None else float_name("compute_dtype", compute_dtype)
         self._first_epoch = 0
+        self._counts_epochs_in_all = last_ckpt_info is not None
         self.set_params(params)
+        self._begin_after(opt_state, last_ckpt_info)
         like = shapes_of(self._tree)
         self._parts = {
             "collate_fn": check_callable("collate_fn", collate_fn, "collate_fn(examples)"),
             "loss_fn": check_callable("loss_fn", loss_fn, "loss_fn(train_rng, state, params, batch, is_training)"),
             "optimizer": optimizer,
+            "train_step_fn": check_callable(
+                "train_step_fn", train_step_fn, "train_step_fn(rng, state, batch, loss_fn, ...)", may_be_none=True
+            ),
             "apply_fn": apply_fn,
             "lr_schedule_fn": check_callable(
                 "lr_schedule_fn", lr_schedule_fn, "lr_schedule_fn(step)", may_be_none=True
@@ -158,6 +180,22 @@ class Trainer:
         self._tree = as_numpy(params)
         #: The newest state: the path of a checkpoint, or nested dicts of NumPy arrays.
         self._newest: tuple[str | None, Any] = None, {"train_state": {"params": as_nested_dict(self._tree)}}
+
+    def _begin_after(self, opt_state: Any, info: Mapping[str, Any] | None) -> None:
+        """Begin with a state of the optimizer, and after the epoch of a checkpoint."""
+        from raysgd.pipeline.checkpoints import check_info
+        from raysgd.pipeline.trees import as_arrays, as_nested_dict
+
+        if opt_state is None and info is None:
+            return
+        step, epoch, rng = check_info(info or {})
+        self._first_epoch = epoch + 1
+        state = self._newest[1]["train_state"]
+        state["step"] = step
+        if rng is not None:
+            state["rng"] = rng
+        if opt_state is not None:
+            state["opt_state"] = as_nested_dict(as_arrays(opt_state))
 
     @property
     def params(self) -> Any:
@@ -197,7 +235,7 @@ class Trainer:
     @refuse_unknown("Trainer.fit", _FIT_HINTS)
     def fit(
         self,
-        train_examples: Sequence[Any],
+        train_examples: Sequence[Any] | Callable[[int], Sequence[Any]],
         per_device_batch_size: int,
         n_epochs: int,
         eval_examples: Sequence[Any] | None = None,
@@ -212,7 +250,8 @@ class Trainer:
         save_argmax_ckpt_by_metrics: Sequence[str] | None = None,
         save_opt_states: bool = True,
         *,
-        save_float_dtype: str | None = None,
+        save_ckpt_every_k_epochs: int | None = None,
+        save_float_dtype: Any = None,
         save_every_n_steps: int | None = None,
         resume_from: str | os.PathLike[str] | Checkpoint | None = None,
         callbacks: Sequence[Callback] = (),
@@ -223,7 +262,9 @@ class Trainer:
 
         Args:
             train_examples: A list, or another sequence with a length. Each epoch has all of them once, in an order of its own
-                that does not depend on the number of workers; the last batch has those that are left.
+                that does not depend on the number of workers; the last batch has those that are left. Or a function
+                ``train_examples(epoch_idx)`` that returns them: every worker calls it when an epoch begins, or is resumed, and
+                all must get the same.
             per_device_batch_size: Rows of a batch for each copy of the model. All copies together take a batch.
             n_epochs: The number of epochs.
             eval_examples: The examples that are evaluated after each epoch.
@@ -240,6 +281,8 @@ class Trainer:
             save_argmax_ckpt_by_metrics: The same for metrics whose highest value is best.
             save_opt_states: Whether checkpoints have the state of the optimizer. Without it, a training that resumes, also after
                 a failure, starts with a new one; the step and the schedule continue.
+            save_ckpt_every_k_epochs: Keep the checkpoint of every so many epochs, and the newest. The others are deleted when fit
+                ends.
             save_float_dtype: The type of parameters in checkpoints, such as ``"bfloat16"``. They are converted when loaded.
             save_every_n_steps: Save in addition after every so many steps, to lose less after a failure.
             resume_from: Continue the training that this checkpoint is of, with any number of workers and shards, up to
@@ -254,17 +297,27 @@ class Trainer:
             CheckpointNotFoundError: There is no checkpoint to resume from.
             Exception: What one of the functions raised.
         """
-        dataset = {"train": check_examples("train_examples", train_examples)}
+        given: Any = train_examples
+        is_function = callable(given) and not hasattr(given, "__len__")
+        dataset = {} if is_function else {"train": check_examples("train_examples", given)}
         if eval_examples is not None:
-            is_same = eval_examples is train_examples
+            is_same = eval_examples is train_examples and not is_function
             dataset["eval"] = dataset["train"] if is_same else check_examples("eval_examples", eval_examples)
         predictor = _check_evaluation(eval_examples, eval_predictor, eval_metric_fn)
         check_count("n_epochs", n_epochs, minimum=1)
         check_count("per_device_batch_size", per_device_batch_size, minimum=1)
-        kept = _Kept.of(save_every_ckpt, save_last_ckpt, save_argmin_ckpt_by_metrics, save_argmax_ckpt_by_metrics)
+        kept = _Kept.of(
+            save_every_ckpt,
+            save_last_ckpt,
+            save_argmin_ckpt_by_metrics,
+            save_argmax_ckpt_by_metrics,
+            save_ckpt_every_k_epochs,
+        )
         kept.check(has_eval=eval_examples is not None)
         if save_float_dtype is not None:
-            check_choice("save_float_dtype", save_float_dtype, _FLOATS)
+            from raysgd.pipeline.trees import float_name
+
+            save_float_dtype = float_name("save_float_dtype", save_float_dtype)
         if save_every_n_steps is not None:
             check_count("save_every_n_steps", save_every_n_steps, minimum=1)
         if not save_opt_states:
@@ -272,20 +325,18 @@ class Trainer:
                 "save_opt_states=False: after a failure, or with resume_from, the optimizer starts with a new state."
             )
         resumed = None if resume_from is None else self._find(resume_from)
-        path, state = self._newest
+        _, state = self._newest
         first_epoch = 0 if resumed is not None else self._first_epoch
-        settings = FitSettings(
-            jax_seed=self.deployer.jax_seed,
-            n_model_shards=self.deployer.n_model_shards,
-            num_workers=self.deployer.num_workers,
-            start=path,
-            per_device_batch_size=per_device_batch_size,
+        counted_from = 0 if self._counts_epochs_in_all else first_epoch
+        settings = self._settings(
+            per_device_batch_size,
             eval_per_device_batch_size=check_count(
-                "eval_per_device_batch_size", eval_per_device_batch_size or per_device_batch_size, minimum=1
+                "eval_per_device_batch_size",
+                per_device_batch_size if eval_per_device_batch_size is None else eval_per_device_batch_size,
+                minimum=1,
             ),
             first_epoch=first_epoch,
-            last_epoch=first_epoch + n_epochs,
-            accumulate_grad_batches=self._accumulate,
+            last_epoch=counted_from + n_epochs,
             has_eval=eval_examples is not None,
             eval_loss=check_bool("eval_loss", eval_loss),
             eval_sanity_check=check_bool("eval_sanity_check", eval_sanity_check),
@@ -296,11 +347,13 @@ class Trainer:
             argmax=kept.argmax,
             folder=self.deployer.evaluations_folder,
         )
-        parts = {**self._parts, "predictor": predictor, "eval_metric_fn": eval_metric_fn}
+        parts = self._parts_with(
+            predictor=predictor, eval_metric_fn=eval_metric_fn, train_examples=train_examples if is_function else None
+        )
         shown = {
             "n_epochs": n_epochs,
             "per_device_batch_size": per_device_batch_size,
-            "num_train_examples": len(train_examples),
+            **({} if is_function else {"num_train_examples": len(given)}),
             "n_model_shards": self.deployer.n_model_shards,
             "accumulate_grad_batches": self._accumulate or 1,
         }
@@ -315,6 +368,76 @@ class Trainer:
         )
         return self._finish(found, kept, resumed)
 
+    @leaves_raysgd
+    def train(self, examples: Sequence[Any], per_device_batch_size: int, desc: str | None = None) -> FitResult:
+        """Train for one epoch, in a loop of one's own. The same as ``fit`` with ``n_epochs=1``.
+
+        Args:
+            examples: As for `fit`.
+            per_device_batch_size: As for `fit`.
+            desc: Is not used; the progress shows the epoch.
+
+        Raises:
+            ConfigError: An argument cannot work.
+            Exception: What one of the functions raised.
+        """
+        epochs = self._first_epoch + 1 if self._counts_epochs_in_all else 1
+        return self.fit(examples, per_device_batch_size, epochs)
+
+    @leaves_raysgd
+    def eval_loss(self, examples: Sequence[Any], per_device_batch_size: int, desc: str | None = None) -> float:
+        """Return the loss of the newest parameters over all examples, with ``is_training=False``.
+
+        Args:
+            examples: A list, or another sequence with a length.
+            per_device_batch_size: As for `fit`.
+            desc: Is not used.
+
+        Raises:
+            ConfigError: An argument cannot work.
+            Exception: What one of the functions raised.
+        """
+        data = check_examples("examples", examples)
+        check_count("per_device_batch_size", per_device_batch_size, minimum=1)
+        parts = self._parts_with()
+        task = EvalLossTask(
+            dumps_named(parts, "the trainer's functions"), dumps(self._like), self._settings(per_device_batch_size)
+        )
+        shown = {"num_examples": len(examples), "per_device_batch_size": per_device_batch_size}
+        loss: float = self.deployer.runs.run(task, shown, {"train": data, "eval": data}, start=self._newest[1])
+        return loss
+
+    def _parts_with(self, **given: Any) -> dict[str, Any]:
+        return {**self._parts, "predictor": None, "eval_metric_fn": None, "train_examples": None, **given}
+
+    def _settings(self, per_device_batch_size: int, **given: Any) -> FitSettings:
+        """Return the settings of a run; those that are not given are of one that only evaluates the loss."""
+        settings: dict[str, Any] = {
+            "eval_per_device_batch_size": per_device_batch_size,
+            "first_epoch": self._first_epoch,
+            "last_epoch": self._first_epoch,
+            "has_eval": True,
+            "eval_loss": True,
+            "eval_sanity_check": False,
+            "save_every_n_steps": None,
+            "save_opt_states": True,
+            "save_float_dtype": None,
+            "argmin": (),
+            "argmax": (),
+            "folder": None,
+            **given,
+        }
+        return FitSettings(
+            jax_seed=self.deployer.jax_seed,
+            n_model_shards=self.deployer.n_model_shards,
+            num_workers=self.deployer.num_workers,
+            start=self._newest[0],
+            per_device_batch_size=per_device_batch_size,
+            accumulate_grad_batches=self._accumulate,
+            compute_dtype=self._compute_dtype,
+            **settings,
+        )
+
     def _find(self, resume_from: Any) -> Checkpoint:
         if resume_from != "last":
             return Checkpoint.from_path(checkpoint_path(resume_from))
@@ -322,11 +445,10 @@ class Trainer:
             raise ConfigError(
                 "resume_from='last' needs Deployer(workdir=...), where the newest checkpoint is looked for."
             )
-        found = list_manifests(Storage.from_uri(self.deployer.workdir))
-        if not found:
+        newest = self.deployer.newest_checkpoint()
+        if newest is None:
             raise CheckpointNotFoundError(f"resume_from='last': {self.deployer.workdir} has no checkpoint.")
-        store, manifest = found[-1]
-        return Checkpoint.of_manifest(store.path(manifest.number), manifest)
+        return newest
 
     def _finish(self, found: Mapping[str, Any], kept: _Kept, resumed: Checkpoint | None) -> FitResult:
         runs = self.deployer.runs
@@ -343,6 +465,12 @@ class Trainer:
             if all(each.path != path for each in checkpoints.values()):  # nobody asked for it
                 self._newest = None, {"train_state": Checkpoint.from_path(path).load()["train_state"]}
                 runs.delete_checkpoint(newest)
+        if kept.every:
+            named = {each.path for each in checkpoints.values()}
+            for number, each in by_number.items():
+                if each.path not in named:
+                    runs.delete_checkpoint(number)
+        self._counts_epochs_in_all = False
         self._first_epoch = int(found["epoch"])
         metrics = dict(history[-1]) if history else {}
         counts = found["num_steps"], dict(found["num_compilations"])
@@ -353,15 +481,17 @@ class Trainer:
 class _Kept:
     """Which checkpoints fit was asked to keep."""
 
-    every: bool
+    every: int  # of so many epochs one; 0: none
     last: bool
     argmin: tuple[str, ...]
     argmax: tuple[str, ...]
 
     @classmethod
-    def of(cls, every: Any, last: Any, argmin: Any, argmax: Any) -> _Kept:
+    def of(cls, every: Any, last: Any, argmin: Any, argmax: Any, every_k: Any = None) -> _Kept:
+        if every_k is not None:
+            check_count("save_ckpt_every_k_epochs", every_k, minimum=1)
         return cls(
-            check_bool("save_every_ckpt", every),
+            1 if check_bool("save_every_ckpt", every) else every_k or 0,
             check_bool("save_last_ckpt", last),
             check_metric_names("save_argmin_ckpt_by_metrics", argmin),
             check_metric_names("save_argmax_ckpt_by_metrics", argmax),
@@ -410,7 +540,7 @@ class _Kept:
             given,
             num_to_keep=None if self.every else 1,
             keep_best=dict(orders.values()),
-            links=self.last or self.every,
+            links=self.last or self.every > 0,
             storage_interval=interval,
         )
 
@@ -418,7 +548,8 @@ class _Kept:
         """Return the checkpoints to keep, by their names; ``saved`` has all of them, oldest first."""
         found: dict[str, Checkpoint] = {}
         if self.every:
-            found |= {f"epoch_{each.metrics['epoch']}": each for each in saved if "epoch" in each.metrics}
+            epochs = {each.metrics["epoch"]: each for each in saved if "epoch" in each.metrics}
+            found |= {f"epoch_{epoch}": each for epoch, each in epochs.items() if (epoch + 1) % self.every == 0}
         if saved and (self.last or self.every):
             found["last"] = saved[-1]
         for name, (metric, order) in self._orders().items():

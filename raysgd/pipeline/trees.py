@@ -7,7 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from raysgd.errors import ConfigError
 from raysgd.pipeline.sharding.parameters import key_of, list_parameters
+
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 def shapes_of(tree: Any) -> Any:
@@ -28,6 +31,26 @@ def as_numpy(params: Any) -> Any:
         return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)  # float64 becomes float32
 
     return jax.tree.map(convert, params)
+
+
+def as_arrays(tree: Any) -> Any:
+    """Return a tree of arrays, or numbers, as NumPy arrays."""
+    return jax.tree.map(np.asarray, tree)
+
+
+def float_name(argument: str, dtype: Any) -> str:
+    """Return the name of a type of floating-point numbers, which may be given as JAX or NumPy write it.
+
+    Raises:
+        ConfigError: It is not one of those that JAX computes with.
+    """
+    try:
+        name = jax.numpy.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in _FLOATS:
+        raise ConfigError(f"{argument}={dtype!r:.80} is not a type of floats: give one of {', '.join(_FLOATS)}.")
+    return str(name)
 
 
 def as_nested_dict(tree: Any) -> dict[Any, Any]:

@@ -139,7 +139,7 @@ class Session(ABC):
             LogicalWorkers(logical_workers, identity.world_rank, identity.world_size, seed) if logical_workers else None
         )
         self._fetch = fetch
-        self._datasets = Datasets(plan, self._open_datasets)
+        self._datasets = Datasets(plan, self.open_datasets)
 
     @property
     def world_rank(self) -> int:
@@ -190,7 +190,13 @@ class Session(ABC):
     @abstractmethod
     def gather(self, obj: Any) -> list[Any]: ...
 
-    def _open_datasets(self, plan: DatasetPlan) -> WorkerDatasets:
+    def open_datasets(self, plan: DatasetPlan, fetch: Callable[[Any], Any] | None = None) -> WorkerDatasets:
+        """Open datasets for this rank, at their beginnings. Positions of those that are not of the run are not saved.
+
+        Args:
+            plan: The datasets.
+            fetch: Returns a block that the plan refers to; None: as for the datasets of the run.
+        """
         from raysgd.data.dataset import WorkerDatasets
 
         rank, world_size, num_logical = self.identity.data_parallel_rank, self.identity.data_parallel_size, None
@@ -204,7 +210,7 @@ class Session(ABC):
             attempt=self.attempt,
             is_deterministic=self.deterministic,
             reader=self.world_rank,
-            fetch=self._fetch,
+            fetch=self._fetch if fetch is None else fetch,
             read_context=self._read_context,
             num_logical=num_logical,
         )

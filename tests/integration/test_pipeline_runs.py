@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -22,6 +24,7 @@ import raysgd
 from raysgd.callbacks import EarlyStoppingCallback
 from raysgd.errors import ConfigError
 from support import wandb_files
+from support.project import ROOT
 from support.runs import are_gone, travels_by_value
 
 jax = pytest.importorskip("jax")
@@ -423,6 +426,46 @@ def test_wandb_gets_every_step_and_the_evaluations(ray_cluster: Any, tmp_path: P
     assert (config["n_epochs"], config["num_train_examples"], config["n_model_shards"]) == (2, 48, 1)
     assert wandb_files.updates(found, "summary")["last_checkpoint"] == str(result.checkpoints["last"].path)
     assert wandb_files.exit_codes(found) == [0]
+
+
+def run_template(ray_cluster: dict[str, Any], folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the template of redco's README as a user does, on a cluster that is running."""
+    script = ROOT / "tests" / "support" / "pipeline_template.py"
+    environment = {**os.environ, "RAY_ADDRESS": ray_cluster["gcs_address"], "WANDB_MODE": "offline"}
+    return subprocess.run(
+        [sys.executable, str(script), str(folder / "work"), *arguments],
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_template_of_redco_runs_with_every_keyword_on_one_and_four_workers(ray_cluster: Any, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    found = []
+    for workers in ("1", "4"):
+        folder = tmp_path / workers
+        folder.mkdir()
+        done = run_template(ray_cluster, folder, workers, "rougeL")
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+        assert json.loads((folder / "work" / "evaluations" / "epoch_3" / "outputs.json").read_text())[0].keys() == {
+            "example",
+            "pred",
+        }
+    for one, other in zip(*[each["history"] for each in found], strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
+    assert found[0]["history"][-1]["eval_rougeL"] > 0.5  # a guess has 1 of 6
+    assert found[0]["checkpoints"] == found[1]["checkpoints"] == ["last", "max_rougeL"]
+
+
+def test_template_of_redco_is_refused_for_a_wrong_name_of_a_metric(ray_cluster: Any, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    done = run_template(ray_cluster, tmp_path, "2", "rouge-L")
+    assert done.returncode != 0 and "did you mean 'rougeL'?" in done.stderr
+    assert not (tmp_path / "work" / "evaluations").exists()
 
 
 def test_pipeline_runs_in_a_trial_of_ray_tune(fit: Any, tmp_path: Path) -> None:

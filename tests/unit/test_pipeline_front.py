@@ -56,6 +56,8 @@ def make_trainer(deployer: Deployer | None = None, **settings: Any) -> Trainer:
         ({"n_model_shards": 3, "num_workers": 4}, "n_model_shards=3 does not divide the 4 devices of 4 workers"),
         ({"n_processes": 2, "num_workers": 3}, "n_processes=2 and num_workers=3"),
         ({"n_processes": 0}, "n_processes=0 is too small"),
+        ({"n_local_devices": 2, "devices_per_worker": 4}, "n_local_devices=2 and devices_per_worker=4 are two numbers"),
+        ({"n_local_devices": 2, "gpus_per_worker": 1}, "n_local_devices=2 and gpus_per_worker=1 are two numbers"),
         ({"jax_seed": -1}, "jax_seed=-1"),
         ({"run_tensorboard": "yes"}, "run_tensorboard='yes' is not a bool"),
         ({"devices_per_worker": 2, "backend_args": {"timeout_s": 10}}, "exclude each other"),
@@ -74,6 +76,8 @@ def test_arguments_of_a_deployer_that_cannot_work_are_refused(settings: dict[str
         ({}, 1, 1, {"data": 1, "model": 1}),
         ({"n_processes": 2, "devices_per_worker": 2, "n_model_shards": 2}, 2, 1, {"data": 2, "model": 2}),
         ({"num_workers": 2, "n_model_shards": 2}, 2, 2, {"data": 1, "model": 2}),
+        ({"n_processes": 2, "n_local_devices": 4, "n_model_shards": 2}, 2, 1, {"data": 4, "model": 2}),
+        ({"n_processes": 2, "n_local_devices": 2, "gpus_per_worker": 2}, 2, 1, {"data": 4, "model": 1}),
         ({"num_workers": 6, "devices_per_worker": 2, "n_model_shards": 3}, 6, 3, {"data": 4, "model": 3}),
         ({"num_workers": (2, 4)}, 4, 1, {"data": 4, "model": 1}),
         ({"num_workers": (2, float("inf"))}, 2, 1, {"data": 2, "model": 1}),
@@ -89,9 +93,10 @@ def test_deployer_counts_copies_of_the_model(
 
 def test_address_of_the_first_host_is_answered_by_a_message(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="raysgd"):
-        Deployer(0, host0_address="111.222.333.444", n_processes=2)
+        Deployer(0, host0_address="111.222.333.444", host0_port=11111, process_id=0, n_processes=2)
     assert [record.getMessage() for record in caplog.records] == [
-        "host0_address='111.222.333.444' is not used: Ray places the workers on its nodes."
+        f"{given} is not used: Ray places the workers on its nodes."
+        for given in ("host0_address='111.222.333.444'", "host0_port=11111", "process_id=0")
     ]
 
 
@@ -140,7 +145,8 @@ assert not xla_bridge.backends_are_initialized()
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0"),
         ({"params_sharding_rules": [("nothing", ())]}, "matches no parameter"),
         ({"params_sharding_rules": "up"}, "params_sharding_rules is a str"),
-        ({"compute_dtype": "bfloat16"}, "convert parameters and batches in loss_fn"),
+        ({"params_sharded": True}, "leave it out; parameters are sharded in the workers"),
+        ({"train_step_fn": 3}, "train_step_fn=3 is not callable"),
     ],
 )
 def test_arguments_of_a_trainer_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -153,7 +159,6 @@ def test_arguments_of_a_trainer_that_cannot_work_are_refused(settings: dict[str,
     [
         ({"train_examples": []}, "train_examples is empty"),
         ({"train_examples": iter([1])}, "train_examples is a list_iterator"),
-        ({"train_examples": lambda epoch_idx: EXAMPLES}, r"call fit\(n_epochs=1\) for each"),
         (
             {"train_examples": [{"x": 1}, {"y": 1}]},
             r"train_examples\[1\] and train_examples\[0\] have different keys: x, y",

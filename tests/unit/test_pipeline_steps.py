@@ -191,7 +191,7 @@ def random_loss(train_rng: Any, state: Any, params: Any, batch: Any, is_training
 
 def test_random_numbers_of_a_row_do_not_depend_on_the_parts_of_its_batch(mlp: Any) -> None:
     expected = train(mlp, ROWS, 1, loss_fn=random_loss)
-    for shards, accumulate, rows in ((4, 2, 16), (1, 3, 16), (2, 2, 11)):
+    for shards, accumulate, rows in ((4, 3, 16), (2, 2, 11)):  # 3 parts are of 6, 6 and 4 rows
         batch = {name: array[:rows] for name, array in ROWS.items()}
         first = expected if rows == 16 else train(mlp, batch, 1, loss_fn=random_loss)
         check_equal(first, train(mlp, batch, shards, loss_fn=random_loss, accumulate_grad_batches=accumulate))
@@ -233,8 +233,7 @@ def test_key_of_a_whole_batch_draws_what_a_plain_key_draws() -> None:
             jax.random.normal(jax.random.fold_in(key, 2)),
         )
 
-    for drawn in (draw, jax.jit(draw)):
-        jax.tree.map(np.testing.assert_array_equal, drawn(key), draw(plain))
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(draw)(key), jax.jit(draw)(plain))
 
 
 def test_parts_of_a_batch_draw_independent_numbers_for_other_shapes() -> None:
@@ -331,7 +330,9 @@ def test_predictions_are_equal_on_every_mesh_and_whole(gpt2: Any) -> None:
 
 
 def test_nnx_model_is_trained_and_saved(tmp_path: Path) -> None:
-    graph, params = nnx.split(models.NnxTransformer(nnx.Rngs(0), layers=1), nnx.Param)
+    abstract = nnx.eval_shape(lambda: models.NnxTransformer(nnx.Rngs(0), layers=1))  # no array is made one by one
+    graph, shapes = nnx.split(abstract, nnx.Param)
+    params = jax.tree.map(lambda leaf: RANDOM.normal(0, 0.2, leaf.shape).astype(np.float32), shapes)
 
     def loss_fn(train_rng: Any, state: Any, params: Any, batch: Any, is_training: bool) -> Any:
         logits = nnx.merge(graph, params)(batch["ids"] % models.VOCABULARY)
@@ -383,7 +384,7 @@ def test_other_optimizers_are_sharded_too_and_compute_the_same(mlp: Any, optimiz
 
 
 def test_old_state_is_donated(mlp: Any) -> None:
-    steps = steps_for(mlp, 2, loss_fn=mean_loss, optimizer=optax.adam(0.1))
+    steps = steps_for(mlp, 2, loss_fn=mean_loss, optimizer=optax.sgd(0.1))
     state = steps.make_state(mlp, 0)
     old = jax.tree.leaves(state.params)
     steps.train(state, steps.place_batch(ROWS))
@@ -392,7 +393,7 @@ def test_old_state_is_donated(mlp: Any) -> None:
 
 
 def test_each_shape_of_a_batch_is_compiled_once(mlp: Any) -> None:
-    steps = steps_for(mlp, 2, loss_fn=mean_loss, optimizer=optax.adam(0.1))
+    steps = steps_for(mlp, 2, loss_fn=mean_loss, optimizer=optax.sgd(0.1))
     state = steps.make_state(mlp, 0)
     for rows in (16, 16, 11, 16, 11):
         batch = steps.place_batch({name: array[:rows] for name, array in ROWS.items()})

@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 
 from raysgd.data.batches.batches import Batches
-from raysgd.data.dataset import WorkerDataset
-from raysgd.pipeline.examples import ExampleRef
+from raysgd.data.dataset import WorkerDataset, WorkerDatasets
+from raysgd.data.order.position import Position
+from raysgd.data.plan import DatasetPlan, Source
+from raysgd.pipeline.examples import ExampleRef, Examples, call_by_name, check_examples
 from raysgd.pipeline.worker.steps import Steps
+from raysgd.session import context
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class ExampleBatches:
         self._seed = seed
         self._shuffle = shuffle
         self._pads = pads
+        self._dataset = dataset
         self._shard = dataset.get_split(whole=True)
         self._batches: Batches[HostBatch] = self._shard.iter_batches(
             rows, collate_fn=self._collate, shuffle="full" if shuffle else False
@@ -82,6 +86,11 @@ class ExampleBatches:
         """The epoch in progress, or else the one that the next iteration begins."""
         return self._shard.epoch
 
+    @property
+    def position(self) -> Position:
+        """The position of training in the dataset."""
+        return self._dataset.whole_position
+
     def _collate(self, refs: list[ExampleRef]) -> HostBatch:
         padded = refs + [refs[0]] * (self._rows - len(refs) if self._pads else 0)
         own = padded[self._steps.local_rows(len(padded))]
@@ -97,3 +106,78 @@ class ExampleBatches:
         seed = zlib.crc32(repr((self._seed, epoch, own[0].row, len(own))).encode())
         random.seed(seed)
         np.random.seed(seed)
+
+
+class BatchesByEpoch:
+    """The batches of a training whose examples are a function of the epoch.
+
+    Every rank calls the function when an epoch begins, and when it resumes within one; all must get the same examples.
+
+    Args:
+        name: The argument, for messages.
+        make_examples: The user's function.
+        open_batches: Returns the batches of a dataset.
+        seed: For random numbers that the function draws from Python's and NumPy's generators.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make_examples: Callable[..., Any],
+        open_batches: Callable[[WorkerDataset], ExampleBatches],
+        *,
+        seed: int,
+    ) -> None:
+        self._name = name
+        self._make_examples = make_examples
+        self._open_batches = open_batches
+        self._seed = seed
+        self._start = Position()
+        self._datasets: WorkerDatasets | None = None
+        self._batches: ExampleBatches | None = None
+        self._made_for = -1
+
+    def restore(self, position: Position) -> None:
+        """Continue at this position."""
+        self.close()
+        self._start = position
+
+    @property
+    def position(self) -> Position:
+        """The position of training in the examples of the epoch."""
+        return self._start if self._batches is None else self._batches.position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or else the one that the next iteration begins."""
+        return self._start.epoch if self._batches is None else self._batches.epoch
+
+    def __iter__(self) -> Iterator[HostBatch]:
+        if self._batches is None or self.epoch != self._made_for:
+            self._open(self.epoch)
+        assert self._batches is not None
+        return iter(self._batches)
+
+    def close(self) -> None:
+        """Release the examples."""
+        if self._datasets is not None:
+            self._datasets.close()
+        self._datasets, self._batches = None, None
+
+    def _open(self, epoch: int) -> None:
+        start = self.position if self.position.epoch == epoch else Position(epoch=epoch)
+        self.close()
+        examples = self._make(epoch)
+        source = Source("items", (examples,), (len(examples),))
+        self._start, self._made_for = start, epoch
+        self._datasets = context.acting().open_datasets(DatasetPlan({self._name: source}), fetch=lambda block: block)
+        dataset = self._datasets.get(self._name)
+        dataset.check(start)
+        dataset.restore(Position(), start)
+        self._batches = self._open_batches(dataset)
+
+    def _make(self, epoch: int) -> Examples:
+        seed = zlib.crc32(repr((self._seed, epoch)).encode())
+        random.seed(seed)
+        np.random.seed(seed)
+        return check_examples(f"{self._name}(epoch_idx={epoch})", call_by_name(self._make_examples, epoch_idx=epoch))

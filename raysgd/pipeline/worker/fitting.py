@@ -12,15 +12,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from raysgd._util.logs import get_logger
+from raysgd.data.dataset import WorkerDataset
 from raysgd.data.order.position import Position
 from raysgd.errors import CheckpointError, ConfigError
+from raysgd.pipeline.examples import call_by_name
 from raysgd.pipeline.metrics import PREFIX, TRAIN_LOSS, as_metrics, check_wanted
 from raysgd.pipeline.settings import FitSettings
 from raysgd.pipeline.sharding.plan import DATA_AXIS, plan_sharding
 from raysgd.pipeline.trees import from_nested_dict
-from raysgd.pipeline.worker.batches import ExampleBatches
+from raysgd.pipeline.worker.batches import BatchesByEpoch, ExampleBatches
 from raysgd.pipeline.worker.evaluation import Predictions, compute_loss, predict, write_evaluation
 from raysgd.pipeline.worker.predicting import load_start, rows_on_all_devices
 from raysgd.pipeline.worker.steps import Steps, find_steps, mesh_of
@@ -35,7 +38,8 @@ class Fitting:
 
     Args:
         parts: ``like`` (the shapes of the parameters), ``rules``, ``optimizer``, ``apply_fn``, ``lr_schedule_fn`` and the user's
-            functions: ``collate_fn``, ``loss_fn``, ``eval_metric_fn``, and ``predictor``, None or a dict of its three functions.
+            functions: ``collate_fn``, ``loss_fn``, ``train_step_fn``, ``eval_metric_fn``, ``train_examples`` (None if they are
+            a list), and ``predictor``, None or a dict of its three functions.
         settings: The settings.
         identity: Equal for equal functions; see `find_steps`.
     """
@@ -62,6 +66,18 @@ class Fitting:
             ``history``, the metrics of each epoch, the ``epoch`` that would come next, ``num_steps``, and ``num_compilations``.
         """
         is_new = self._start()
+        try:
+            return self._run(is_new)
+        finally:
+            if self._by_epoch is not None:
+                self._by_epoch.close()
+
+    def eval_loss(self) -> float:
+        """Return the loss over the examples of the evaluation."""
+        self._start()
+        return compute_loss(self._steps, self._state, self._loss_batches)
+
+    def _run(self, is_new: bool) -> dict[str, Any]:
         if is_new and self._settings.eval_sanity_check and self._settings.has_eval:
             self._check_evaluation()
         while self._batches.epoch < self._settings.last_epoch and not self._is_stopping:
@@ -89,7 +105,7 @@ class Fitting:
         accumulated = num_parts * (settings.accumulate_grad_batches or 1)
         self._steps = find_steps(
             plan,
-            ("fit", self._identity, accumulated),
+            ("fit", self._identity, accumulated, settings.compute_dtype),
             lambda: Steps(
                 mesh,
                 plan,
@@ -98,11 +114,20 @@ class Fitting:
                 accumulate_grad_batches=accumulated,
                 lr_schedule_fn=parts["lr_schedule_fn"],
                 apply_fn=parts["apply_fn"],
+                compute_dtype=settings.compute_dtype,
+                train_step_fn=parts["train_step_fn"],
             ),
         )
         self._pred_steps: Steps | None = None
         seed, collate_fn = settings.jax_seed, parts["collate_fn"]
-        self._batches = ExampleBatches(api.get_dataset(TRAIN), collate_fn, self._steps, rows, seed=seed, shuffle=True)
+
+        def open_batches(dataset: WorkerDataset) -> ExampleBatches:
+            return ExampleBatches(dataset, collate_fn, self._steps, rows, seed=seed, shuffle=True)
+
+        self._by_epoch: BatchesByEpoch | None = None
+        if (make_examples := parts["train_examples"]) is not None:
+            self._by_epoch = BatchesByEpoch("train_examples", make_examples, open_batches, seed=seed)
+        self._batches = self._by_epoch or open_batches(api.get_dataset(TRAIN))
         if not settings.has_eval:
             return
         eval_rows = rows_on_all_devices(settings.eval_per_device_batch_size, settings, api.world_size())
@@ -137,7 +162,7 @@ class Fitting:
         if "step" not in state:
             self._state = steps.make_state(from_nested_dict(state["params"], self._parts["like"]), settings.jax_seed)
         else:
-            self._state = steps.restore_state(state)
+            self._state = steps.restore_state({"rng": np.asarray(jax.random.PRNGKey(settings.jax_seed)), **state})
             if "opt_state" not in state and self._is_first:
                 get_logger().warning(
                     "the checkpoint was saved with save_opt_states=False: the optimizer starts with a new state at step %d, and "
@@ -146,11 +171,26 @@ class Fitting:
                 )
         self._num_steps = int(self._state.step)
         if progress is None:
-            api.get_dataset(TRAIN).restore(Position(), Position(epoch=settings.first_epoch))
+            self._restore_batches(Position(epoch=settings.first_epoch))
             return True
+        position = progress.get("train_position")
+        if (position is None) != (self._by_epoch is None):
+            now, then = ("a function", "not one") if position is None else ("not a function", "one")
+            raise CheckpointError(
+                f"train_examples is {now}, and was {then} when the checkpoint was saved: give what the first fit got, or begin "
+                "a new training with its parameters, by Trainer(params=...)."
+            )
+        if position is not None:
+            self._restore_batches(Position.from_json(position, "train_examples"))
         self._sums = [float(each) for each in progress["sums"]]
         self._history = list(progress["history"])
         return False
+
+    def _restore_batches(self, position: Position) -> None:
+        if self._by_epoch is not None:
+            self._by_epoch.restore(position)
+        else:
+            api.get_dataset(TRAIN).restore(Position(), position)
 
     # ---------------------------------------------------------------------------------------------------- training
 
@@ -225,7 +265,7 @@ class Fitting:
         metric_fn = self._parts["eval_metric_fn"]
         if metric_fn is None:
             return {}
-        found = as_metrics(metric_fn(predictions.examples, predictions.outputs))
+        found = as_metrics(call_by_name(metric_fn, examples=predictions.examples, preds=predictions.outputs))
         if self._settings.eval_loss and "loss" in found:
             raise ConfigError(
                 "eval_metric_fn returned a metric 'loss', which eval_loss=True gives already: give it another name, or "
@@ -251,5 +291,7 @@ class Fitting:
             del state["opt_state"]
         if (name := self._settings.save_float_dtype) is not None:
             state["params"] = jax.tree.map(lambda array: cast(array, jnp.dtype(name)), state["params"])
-        progress = {"sums": self._sums, "history": self._history}
+        progress: dict[str, Any] = {"sums": self._sums, "history": self._history}
+        if self._by_epoch is not None:
+            progress["train_position"] = self._by_epoch.position.to_json()
         api.save_checkpoint({"train_state": state, "progress": progress}, metrics=metrics, all_ranks=True)

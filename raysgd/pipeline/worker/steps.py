@@ -19,14 +19,17 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from raysgd._util.text import with_article
 from raysgd.backends.jax import held_with_devices
 from raysgd.config.checks import check_count
 from raysgd.errors import ConfigError
 from raysgd.jax.meshes import mesh as make_mesh
+from raysgd.pipeline.examples import call_by_name
 from raysgd.pipeline.sharding.plan import DATA_AXIS, MODEL_AXIS, ShardingPlan
 from raysgd.pipeline.worker.losses import Loss, as_loss, sum_of_losses
 from raysgd.pipeline.worker.random_rows import key_of_rows
 from raysgd.pipeline.worker.train_state import (
+    StepState,
     TrainState,
     key_like,
     params_like,
@@ -95,6 +98,8 @@ class Steps:
             used for the metric alone.
         pred_fn: ``pred_fn(pred_rng, params, batch)`` returns a tree of arrays whose first dimension is that of the batch.
         apply_fn: Becomes ``state.apply_fn``.
+        compute_dtype: The type that parameters are converted to before loss_fn gets them; None: they stay as they are.
+        train_step_fn: The user's own step, in place of loss, gradient and update; see `raysgd.pipeline.Trainer`.
 
     Attributes:
         num_compilations: How often each step has been compiled, by name; since `find_steps` returned these steps.
@@ -111,6 +116,8 @@ class Steps:
         lr_schedule_fn: Schedule | None = None,
         pred_fn: PredFn | None = None,
         apply_fn: Any = None,
+        compute_dtype: str | None = None,
+        train_step_fn: Callable[..., Any] | None = None,
     ) -> None:
         if dict(mesh.shape) != dict(plan.axis_sizes):
             raise ConfigError(f"The plan is for a mesh of {dict(plan.axis_sizes)}; this mesh has {dict(mesh.shape)}.")
@@ -125,12 +132,18 @@ class Steps:
         self._num_micro = accumulate_grad_batches or 1
         self._schedule = lr_schedule_fn
         self._apply_fn = apply_fn
+        self._compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), plan.specs)
         self._zero_params = zero_shardings(mesh, plan)
         self._like = None if optimizer is None else state_like(mesh, plan, optimizer, apply_fn)
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self._like)
-        self._train = jax.jit(self._train_step, donate_argnums=0, out_shardings=(self._shardings, self._replicated))
+        self._own_step_fn = train_step_fn
+        self._train = jax.jit(
+            self._train_step if train_step_fn is None else self._own_train_step,
+            donate_argnums=0,
+            out_shardings=(self._shardings, self._replicated),
+        )
         self._eval = jax.jit(self._eval_step, out_shardings=self._replicated)
         self._predict = jax.jit(self._pred_step, out_shardings=self._replicated)
         if optimizer is not None and self._shardings is not None:
@@ -277,6 +290,30 @@ class Steps:
             metrics["learning_rate"] = jnp.asarray(self._schedule(state.step), jnp.float32)
         return TrainState(state.step + 1, params, opt_state, next_rng, state.apply_fn), metrics
 
+    def _own_train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        self.num_compilations["train"] += 1
+        assert self._optimizer is not None and self._own_step_fn is not None and self._shardings is not None
+        next_rng, train_rng = jax.random.split(state.rng)
+        given = StepState(state.step, state.params, state.opt_state, state.apply_fn, self._optimizer)
+        returned = self._own_step_fn(
+            rng=train_rng,
+            state=given,
+            batch=batch,
+            loss_fn=self._loss_fn,
+            lr_schedule_fn=self._schedule,
+            mesh=self._mesh,
+            compute_dtype=self._compute_dtype or jnp.dtype(jnp.float32),
+        )
+        new, metrics = _check_step(returned, given)
+        metrics = {**metrics, "weight": jnp.float32(num_rows_of(batch)), "step": state.step + 1}
+        params, opt_state = (
+            jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), *pair)
+            for pair in ((new.params, state.params), (new.opt_state, state.opt_state))
+        )
+        params = self._constrain(params, self._params)
+        opt_state = self._constrain(opt_state, self._shardings.opt_state)
+        return TrainState(state.step + 1, params, opt_state, next_rng, state.apply_fn), metrics
+
     def _eval_step(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
         self.num_compilations["eval_loss"] += 1
         rows = num_rows_of(batch)
@@ -288,13 +325,24 @@ class Steps:
         self.num_compilations["predict"] += 1
         if self._pred_fn is None:
             raise ConfigError("There is no pred_fn: give Steps(pred_fn=...).")
-        return self._pred_fn(rng, self._as_used(params), batch)
+        return call_by_name(self._pred_fn, rng=rng, params=self._as_used(params), batch=batch)
 
     def _loss(self, rng: Any, state: TrainState, params: Any, batch: Any, *, is_training: bool) -> Loss:
         if self._loss_fn is None:
             raise ConfigError("There is no loss_fn: give Steps(loss_fn=...).")
-        returned = self._loss_fn(rng, state, self._as_used(params), batch, is_training)
+        returned = call_by_name(
+            self._loss_fn,
+            rng=rng,
+            state=state,
+            params=self._as_used(self._as_computed(params)),
+            batch=batch,
+            is_training=is_training,
+        )
         return as_loss(returned, num_rows_of(batch))
+
+    def _as_computed(self, params: Any) -> Any:
+        dtype = self._compute_dtype
+        return params if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
     def _placed_key(self, rng: Any) -> Any:
         if isinstance(rng, (int, np.integer)):
@@ -355,6 +403,33 @@ def num_rows_of(batch: Any) -> int:
             f"collate_fn returned arrays with these numbers of rows: {shown}. Return arrays that have one row for each example."
         )
     return int(next(iter(rows.values()))[0])
+
+
+def _check_step(returned: Any, given: StepState) -> tuple[StepState, dict[str, Any]]:
+    """Return the state and the metrics that a train_step_fn returned.
+
+    Raises:
+        ConfigError: They are not a state like the given one, and a dict of scalars with the loss.
+    """
+    advice = "Return (state.apply_gradients(grads=grads), {'loss': loss})."
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        raise ConfigError(f"train_step_fn returned {with_article(type(returned).__name__)}, not a pair. {advice}")
+    new, metrics = returned
+    if not isinstance(new, StepState):
+        raise ConfigError(f"train_step_fn returned {with_article(type(new).__name__)} as the state. {advice}")
+    for name in ("params", "opt_state"):
+        old, found = (jax.tree.map(jnp.shape, getattr(state, name)) for state in (given, new))
+        if old != found:
+            raise ConfigError(f"train_step_fn returned a state whose {name} have other shapes or names. {advice}")
+    if not isinstance(metrics, Mapping) or "loss" not in metrics:
+        shown = sorted(map(str, metrics)) if isinstance(metrics, Mapping) else with_article(type(metrics).__name__)
+        raise ConfigError(f"train_step_fn returned {shown} as the metrics, without a 'loss'. {advice}")
+    for name, value in metrics.items():
+        if jnp.shape(value) != ():
+            raise ConfigError(
+                f"train_step_fn returned the metric {name!r} of shape {jnp.shape(value)}: return scalars."
+            )
+    return new, dict(metrics)
 
 
 def _placed(value: Any, sharding: NamedSharding, num_rows: int | None = None, first_row: int = 0) -> Any:

@@ -5,6 +5,7 @@ Shapes and shardings are computed without any array, so the state can be made, o
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,35 @@ class TrainState:
         `raysgd.jax.restore` makes a state of it again, on any mesh: ``restore(saved, like=steps.state_like)``.
         """
         return as_nested_dict(self)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepState:
+    """The state as an own ``train_step_fn`` gets and returns it.
+
+    Attributes:
+        step: The number of updates applied before this one.
+        params: The tree of parameters.
+        opt_state: The state of the optimizer.
+        apply_fn: The user's function, unchanged.
+        tx: The optimizer.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    apply_fn: Any = field(default=None, metadata={"static": True})
+    tx: Any = field(default=None, metadata={"static": True})
+
+    def apply_gradients(self, *, grads: Any) -> StepState:
+        """Return the state after an update by these gradients, which has the structure of ``params``."""
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        return self.replace(step=self.step + 1, params=optax.apply_updates(self.params, updates), opt_state=opt_state)
+
+    def replace(self, **changes: Any) -> StepState:
+        """Return a copy with other values of these attributes."""
+        return dataclasses.replace(self, **changes)
 
 
 def params_like(mesh: Mesh, plan: ShardingPlan) -> Any:
