@@ -187,8 +187,7 @@ class _LoopEngine(Engine):
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
-        self._accumulation.on_step(skipped=False)
-        self._is_finite, self._weight = None, 0.0
+        self.discard()
 
     def _after_loss(self, module: nn.Module, args: Any, result: Any) -> None:
         for tensor in _differentiable(result):
@@ -212,11 +211,10 @@ class _LoopEngine(Engine):
                 "gradient is not scaled: call it on loss(model(inputs), targets)."
             )
         self._backward_pass = current
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        # Passes before a step add up, as without the engine.
-        self.on_backward(0.0 if self._accumulation.is_complete else 1.0)
+        self.begin_backward()
+        # Twice: DDP and FSDP complete the gradients at the end of the pass too, and must come first.
+        queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+        queue_callback(lambda: queue_callback(lambda: self.on_backward(1.0)))
 
 
 def _differentiable(tree: Any) -> list[torch.Tensor]:

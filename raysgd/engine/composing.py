@@ -93,7 +93,8 @@ class Composition:
 
     def _start_alike(self, model: nn.Module) -> None:
         """Give all ranks the values of rank 0, as DDP does; before the master weights are made of them."""
-        if api.world_size() > 1 and not (self._is_plain and self._config.precision != "bf16-true"):
+        is_ddp = self._is_plain and not self._config.find_unused_parameters
+        if api.world_size() > 1 and not (is_ddp and self._config.precision != "bf16-true"):
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
 
@@ -186,13 +187,14 @@ class Composition:
         if config.zero_stage == 3:  # FSDP divides all others
             parameters = [parameter for parameter in parameters if not parameter.ndim]
         has_masters = config.precision == "bf16-true" and config.zero_stage < 3
-        if not parameters or (self._is_plain and not has_masters):
+        if not parameters or (self._is_plain and not has_masters and not config.find_unused_parameters):
             return None
         is_divided = config.zero_stage in (1, 2)
         if is_divided:
             what = "optimizer state" if config.zero_stage == 1 else "optimizer state and gradients"
             self._note({"": nn.Identity()}, f"{what} divided over {self._mesh()['dp'].size()} ranks")
-        return OptimizerPieces(parameters, self._mesh(), is_divided=is_divided, is_averaged=self._is_plain)
+        is_averaged = self._is_plain and not config.find_unused_parameters
+        return OptimizerPieces(parameters, self._mesh(), is_divided=is_divided, is_averaged=is_averaged)
 
     def _compile(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         if self._config.compile is None:
@@ -203,11 +205,12 @@ class Composition:
         self._note(targets, "compiled")
 
     def _distribute(self, model: nn.Module) -> nn.Module:
-        if not self._is_plain:
-            return model
+        if not self._is_plain or (self.pieces is not None and self._config.find_unused_parameters):
+            return model  # the pieces average gradients
         if api.world_size() > 1:
             self._note({"": model}, "DDP")
-        return prepare_model(model, move_to_device=False)
+        settings = {"find_unused_parameters": True} if self._config.find_unused_parameters else {}
+        return prepare_model(model, move_to_device=False, ddp_kwargs=settings)
 
     def _note(self, modules: dict[str, nn.Module], what: str) -> None:
         for name in modules:

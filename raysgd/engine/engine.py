@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +21,7 @@ from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedForward, AttachedHook
 from raysgd.engine.composing import Composition, check_parts
 from raysgd.engine.config import EngineConfig, current_engine_config, merge_configs
-from raysgd.engine.gradients import global_norm, scale
+from raysgd.engine.gradients import HiddenGradients, global_norm, scale, versions
 from raysgd.engine.memory import KeptActivations, MemoryUse, measure
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps
 from raysgd.engine.pipeline.model import PipelinedModel
@@ -31,7 +33,7 @@ from raysgd.session import api, context
 from raysgd.torch.devices import device
 from raysgd.torch.loader import prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
-from raysgd.torch.model import unwrap
+from raysgd.torch.model import DistributedModel, unwrap
 from raysgd.torch.restoring import restore
 
 if TYPE_CHECKING:
@@ -45,6 +47,14 @@ _WITHOUT_OPTIMIZER = {
     "activation_checkpointing": ("full", "selective"),
     "compile": ("model", "blocks"),
 }
+
+
+#: The engines of this process, of which several may read the batches of one loader, as those of a GAN do.
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _followers(loader: FollowedLoader) -> list[Engine]:
+    return [engine for engine in _engines if engine.reads(loader.loader.dataset)]
 
 
 class Engine:
@@ -99,8 +109,15 @@ class Engine:
         self._optimizer: EngineOptimizer | None = None
         self._scheduler: Any = None
         self._made = Composition(self.config, lambda: self.mesh)
-        self._is_finite: bool | None = None  # of the gradients of a complete step, once they are finished
+        self._hidden = HiddenGradients()  # of an unfinished step
+        self._is_finite = True  # of the gradients of a complete step
+        self._divided_by: torch.Tensor | float = 1.0  # what the gradients of a complete step were divided by
+        self._known_norm: torch.Tensor | None = None  # of gradients that the loop has not changed since, by `_versions`
+        self._versions: list[tuple[int, int]] = []
         self._weight = 0.0  # rows or tokens of the step's batches, on this rank
+        self._parameters: list[nn.Parameter] = []
+        self._dataset: Any = None  # of the training loader
+        self._averaged: list[bool] = []  # which of the parameters DDP averages
         self._rows: int | None = None  # of the newest batch, without repeated ones, if the engine knows it
         self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
         self._frozen: list[nn.Parameter] = []
@@ -176,19 +193,23 @@ class Engine:
             self._model.register_forward_pre_hook(AttachedHook(self._before_forward))
         else:
             self._model = PipelinedModel(self._made.pipeline, self.config.micro_batches, self._scale_of)
+        self._parameters = list(self._model.parameters())
+        self._averaged = [each.requires_grad for each in self._parameters]
+        if api.world_size() > 1 and self.config.zero_stage < 3 and not isinstance(self._model, DistributedModel):
+            self._frozen = [each for each in self._parameters if not each.requires_grad]
         if optimizer is not None:
             self._optimizer = EngineOptimizer(optimizer, self)
             self._model.zero_grad = AttachedForward(  # type: ignore[method-assign]
                 self._model.zero_grad, self._optimizer.zero_grad
             )
-            if api.world_size() > 1 and self.config.zero_stage < 3:
-                self._frozen = [each for each in model.parameters() if not each.requires_grad]
             if lr_scheduler_fn is not None:
                 self._scheduler = self._make_scheduler(lr_scheduler_fn, self._optimizer)
         train = None
         if train_dataloader is not None:
             prepared = prepare_data_loader(train_dataloader)
-            train = FollowedLoader(prepared, self._on_batch, keeps_repeated=not self.config.weighted_gradients)
+            train = FollowedLoader(prepared, _followers, keeps_repeated=not self.config.weighted_gradients)
+            self._dataset = train.loader.dataset
+        _engines.add(self)
         evaluate = None if eval_dataloader is None else prepare_data_loader(eval_dataloader)
         return self._model, self._optimizer, self._scheduler, train, evaluate
 
@@ -218,37 +239,56 @@ class Engine:
     def begin_batch(self, num_rows: int) -> None:
         """Set how many rows of the next batch count, which weigh its gradients; for loops with loaders of their own."""
         self._rows = num_rows
+        self._accumulation.on_batch()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of a complete step, which are those of its mean loss; call it before they are clipped."""
-        if self._accumulation.is_complete and self.finish_gradients() and factor != 1:
+        if self._accumulation.is_complete and self._is_finite and factor != 1:
+            self._take_changes()
             scale(self._gradients(), factor)
 
-    def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
-        """Make the backward pass of a batch, in place of ``loss.backward()``.
+    def backward(self, loss: torch.Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
+        """Make a backward pass of a batch, in place of ``loss.backward()``. Gradients of several passes add up, as in torch.
+
+        After the last batch of a step, the gradients of the parameters are those of the step's mean loss over all ranks, in
+        every precision. They are the loop's until ``optimizer.step()``: it may read, clip, scale or drop them. Before that,
+        parameters have no gradients.
 
         Args:
             loss: The mean over the batch on this rank; a scalar.
             weight: With ``weighted_gradients=True``, over how many rows or tokens the mean is. None: the rows of the batch
                 that the engine's loader has handed out last. A batch that only repeats rows has the weight 0 in any case.
+            retain_graph: As in ``torch.Tensor.backward``: whether another loss of the same graph follows.
 
         Raises:
             UsageError: The weight of the batch is not known, or cannot be used; with ``pipeline_parallel``, the loss is another
-                one than the model returned; or the strategies need an optimizer, and `compose` got none.
+                one than the model returned; the strategies need an optimizer, and `compose` got none; a parameter has no
+                gradient, or has hooks, and the strategies do not allow that.
         """
         self._check_backward(weight)
         weight = self._weight_of(weight)
         if self._made.pipeline is None:
-            factor = self._scale.scale * weight
-            (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
+            if self._scale.is_searched and self.config.zero_stage < 3:  # FSDP's hooks expect one pass
+                self._scale.search(lambda: self._overflows(loss))
+            self.begin_backward()
+            factor = self._scale.scale * weight / self._expected_weight
+            (loss if factor == 1 else loss * factor).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         elif loss.requires_grad:
             raise UsageError(
                 "with pipeline_parallel the backward passes are made when the model is called; give engine.backward the loss "
                 "that the model returned, unchanged."
             )
-        # Several passes before a step add up, as without the engine.
-        is_more = self._accumulation.is_complete and not self.config.weighted_gradients
-        self.on_backward(0.0 if is_more else weight)
+        self.on_backward(weight)
+
+    def _overflows(self, loss: torch.Tensor) -> bool:
+        """Return whether gradients of a loss overflow on any rank; they are not kept."""
+        trained = [each for each in self._parameters if each.requires_grad]
+        found = torch.autograd.grad(loss * self._scale.scale, trained, retain_graph=True, allow_unused=True)
+        norms = torch.stack([each.float().norm() for each in found if each is not None])
+        is_finite = torch.isfinite(norms).all().to(torch.uint8)
+        if api.world_size() > 1:
+            dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
+        return not is_finite
 
     def _weight_of(self, weight: float | None) -> float:
         if not self.config.weighted_gradients:
@@ -282,18 +322,49 @@ class Engine:
                 "engine.backward(loss, weight=number), or give the loader to compose(train_dataloader=...)."
             )
 
+    def begin_backward(self) -> None:
+        """Take the gradients of the open step back from the loop, before a backward pass adds to them."""
+        pieces = self._made.pieces
+        if self._accumulation.is_open and not self._accumulation.is_complete:
+            self._hidden.restore()
+        else:  # there are gradients if the loop has not dropped them, to which more are added
+            if pieces is not None:
+                pieces.hold_gradients()
+            self._finish(undo=True)
+        if pieces is not None:
+            pieces.is_collecting = self.config.zero_stage == 2 or self._accumulation.will_complete
+
     def on_backward(self, weight: float) -> None:
-        """Count a backward pass, and collect its gradients where the optimizer updates pieces."""
-        self._weight += weight
-        self._accumulation.on_backward()
-        if self._made.pieces is not None and (self.config.zero_stage == 2 or self._accumulation.is_complete):
-            self._made.pieces.collect_gradients()
+        """Count a backward pass; then show its gradients to the loop if the step is complete, and hide them else.
+
+        Args:
+            weight: That of the batch. It counts in the first pass of a batch: several losses of one batch add up.
+        """
+        accumulation, pieces = self._accumulation, self._made.pieces
+        if accumulation.is_first_pass and (self.config.weighted_gradients or not accumulation.is_complete):
+            self._weight += weight
+        accumulation.on_backward()
+        if pieces is not None and (self.config.zero_stage == 2 or accumulation.is_complete):
+            pieces.collect_gradients()
+        if not accumulation.is_complete:
+            self._hidden.hide(self._trained())
+            return
+        self._check_trained()
+        self._finish()
+        if pieces is not None:
+            pieces.show_gradients()
 
     def _scale_of(self, batch: Any) -> float:
         """Return what a pipeline multiplies the gradients of a batch by."""
         if self.config.weighted_gradients:
             self._pipeline_weight = float(0 if self._rows == 0 else count_rows(batch))
-        return self._scale.scale * self._pipeline_weight
+        self.begin_backward()
+        return self._scale.scale * self._pipeline_weight / self._expected_weight
+
+    @property
+    def _expected_weight(self) -> float:
+        """What losses are divided by: the batches of a full step, so that its gradients need not be divided."""
+        return 1.0 if self.config.weighted_gradients else float(self._accumulation.steps)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor | None:
         """Clip the gradients of a complete step by their global norm, over all shards; call it before ``optimizer.step()``.
@@ -301,24 +372,35 @@ class Engine:
         Returns:
             The norm before clipping; None if the step is not complete, or is skipped because gradients overflowed.
         """
-        if not self._accumulation.is_complete or not self.finish_gradients():
+        if not self._accumulation.is_complete or not self._is_finite:
             return None
-        gradients = self._gradients()
+        self._take_changes()
         norm = self._norm()
-        if max_norm != float("inf"):  # an infinite norm would make all gradients NaN
-            scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        self._clip(max_norm, norm)
         return norm
 
+    def _clip(self, max_norm: float, norm: torch.Tensor) -> None:
+        if max_norm != float("inf"):  # an infinite norm would make all gradients NaN
+            scale(self._gradients(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+    def _take_changes(self) -> None:
+        """Let the optimizer use the gradients that the loop has left at the parameters."""
+        if self._made.pieces is not None:
+            self._made.pieces.hold_gradients()
+            self._made.pieces.show_gradients()
+
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        """Make gradients be averaged in the backward pass that completes a step, and in no other if that is possible."""
+        """Make DDP average gradients in the backward pass that completes a step, and in no other."""
         if not (module.training and torch.is_grad_enabled()):
             return
-        completes = self._accumulation.will_complete
+        self._accumulation.on_forward()
         model = self._model
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model.require_backward_grad_sync = completes
-        if self._made.pieces is not None:
-            self._made.pieces.is_collecting = self.config.zero_stage == 2 or completes
+        if isinstance(model, DistributedModel):
+            model.require_backward_grad_sync = self._accumulation.will_complete
+            trained = [each.requires_grad for each in self._parameters]
+            if trained != self._averaged and any(trained):
+                self._averaged = trained
+                model.average_trained()
 
     def _norm(self) -> torch.Tensor:
         """Return the norm of all gradients over all ranks."""
@@ -327,43 +409,87 @@ class Engine:
         counted = [each.grad for each in updated if each.grad is not None and id(each) not in self._made.copied]
         return global_norm(counted, self.mesh)
 
+    def _trained(self) -> list[torch.Tensor]:
+        """Return all tensors that may have gradients: the parameters of the model, and what the optimizer updates."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return [*self._parameters, *(each for group in groups for each in group["params"])]
+
+    def _check_trained(self) -> None:
+        """Check after a backward pass that gradients are those of all ranks.
+
+        Raises:
+            UsageError: DDP waits for gradients that this pass did not compute, or parameters were unfrozen.
+        """
+        if isinstance(self._model, DistributedModel) and not self._model.find_unused_parameters:
+            try:
+                self._model.reducer._check_reducer_finalized()
+            except RuntimeError as error:
+                raise UsageError(
+                    f"this backward pass did not compute gradients of all parameters{self._name_missing()}: give "
+                    "Engine(find_unused_parameters=True) if the loop uses different parameters in different steps or on "
+                    "different ranks, or freeze those that are never used by requires_grad_(False)."
+                ) from error
+        if any(parameter.grad is not None for parameter in self._frozen):
+            raise UsageError(
+                "a parameter was frozen at engine.compose and has a gradient now, which is not averaged over the workers: "
+                "compose the model with all parameters that will be trained, and freeze them after that."
+            )
+
+    def _name_missing(self) -> str:
+        names = [name for name, each in self._named_parameters() if each.requires_grad and each.grad is None]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f" ({', '.join(names[:3])}{more} have none on rank {api.world_rank()})" if names else ""
+
+    def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return unwrap(self._composed()).named_parameters()
+
     def _gradients(self) -> list[torch.Tensor]:
-        assert self._optimizer is not None
-        parameters = (each for group in self._optimizer.param_groups for each in group["params"])
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        parameters = (each for group in groups for each in group["params"])
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def _divisor(self) -> torch.Tensor | float:
         """Return what the sum of the step's gradients is divided by."""
-        if not self.config.weighted_gradients:
-            return self._weight * self._scale.scale
+        divisor = self._weight / self._expected_weight * self._scale.scale
         # Gradients were averaged over the copies of the model: their sum is that average times their number.
-        total = torch.tensor(self._weight, dtype=torch.float64, device=device())
-        copies = self.mesh["dp"] if api.world_size() > 1 else None
-        if copies is None:
-            return self._weight * self._scale.scale
+        if not self.config.weighted_gradients or api.world_size() == 1:
+            return divisor
+        total, copies = torch.tensor(divisor, dtype=torch.float64, device=device()), self.mesh["dp"]
         dist.all_reduce(total, group=copies.get_group())
-        return total * self._scale.scale / copies.size()
+        return total / copies.size()
+
+    def _finish(self, *, undo: bool = False) -> None:
+        """Make the gradients of a complete step those of its mean loss; or undo that, before more are added."""
+        if undo:
+            factor, self._divided_by = self._divided_by, 1.0
+        else:
+            self._divided_by = self._divisor()
+            factor = 1 / self._divided_by
+            self._is_finite, self._known_norm = True, None
+            if self._scale.is_enabled:
+                norm = self._norm() * factor
+                self._is_finite = self._is_finite_everywhere(norm)
+                self._known_norm = norm
+            if not self._is_finite:
+                self._divided_by = factor = 1.0
+        if not (isinstance(factor, float) and factor == 1):
+            scale(self._gradients(), factor)
+        if self._known_norm is not None:
+            self._versions = versions(self._gradients())
 
     # -- what the optimizer and the scheduler call ------------------------------------------------------------------------
 
     def finish_gradients(self) -> bool:
-        """Make the gradients of a complete step those of its mean loss, and clip them; returns whether they are finite."""
-        if self._is_finite is None:
-            if any(parameter.grad is not None for parameter in self._frozen):
-                raise UsageError(
-                    "a parameter was frozen at engine.compose and has a gradient now, which is not averaged over the workers: "
-                    "compose the model with all parameters that will be trained, and freeze them after that."
-                )
-            gradients = self._gradients()
-            factor: Any = 1 / self._divisor()
-            self._is_finite = True
-            if self.config.clip_grad_norm is not None or self._scale.is_enabled:
-                norm = self._norm() * factor
-                self._is_finite = not self._scale.is_enabled or self._is_finite_everywhere(norm)
-                if self.config.clip_grad_norm is not None:
-                    factor = factor * torch.clamp(self.config.clip_grad_norm / (norm + 1e-6), max=1.0)
-            if self._is_finite and not (isinstance(factor, float) and factor == 1):
-                scale(gradients, factor)
+        """Take the gradients of a complete step from the loop, and clip them; returns whether they are finite."""
+        self._check_clear()
+        self._take_changes()
+        if self._is_finite and self.config.clip_grad_norm is not None:
+            is_known = self._known_norm is not None and self._versions == versions(self._gradients())
+            norm = self._known_norm if is_known else None
+            self._clip(self.config.clip_grad_norm, self._norm() if norm is None else norm)
+        return self._is_finite
+
+    def is_finite(self) -> bool:
         return self._is_finite
 
     def _is_finite_everywhere(self, norm: torch.Tensor) -> bool:
@@ -385,27 +511,40 @@ class Engine:
         return self._accumulation.is_open
 
     def check_gradients(self) -> None:
-        """Check that there are no gradients of which the engine knows nothing."""
-        model = self._composed()
-        if not self.is_open() and (self._gradients() or any(each.grad is not None for each in model.parameters())):
+        """Check that there are no gradients of which the engine knows nothing, and end the batch of an unfinished step."""
+        if any(each.grad is not None for each in self._trained()):
             raise UsageError(
                 "optimizer.step() was called with gradients that did not come from the engine: call engine.backward(loss) in "
                 "place of loss.backward(), and optimizer.zero_grad() after each step."
+            )
+        self._check_clear()
+        self._accumulation.end_batch()
+
+    def _check_clear(self) -> None:
+        """Check that it is known where batches begin, if it matters."""
+        is_fixed = self._accumulation.is_complete and not self.config.weighted_gradients
+        if self._accumulation.is_unclear and not is_fixed:
+            raise UsageError(
+                "engine.backward was called several times before optimizer.step(), and the engine does not know whether that was "
+                "for one batch with several losses, or for several batches: call optimizer.step() after each batch, or add the "
+                "losses of a batch up and call engine.backward once, or give the loader to compose(train_dataloader=...)."
             )
 
     def discard(self) -> None:
         """Forget a complete step, whose gradients are dropped."""
         self._accumulation.discard()
-        self._is_finite, self._weight = None, 0.0
+        self._weight = 0.0
 
     def on_step(self, *, skipped: bool) -> None:
         self._scale.update(overflowed=skipped)
         self._accumulation.on_step(skipped=skipped)
-        self._is_finite, self._weight = None, 0.0
+        self._weight, self._divided_by = 0.0, self._scale.scale
 
     def drop_gradients(self) -> None:
         assert self._optimizer is not None
         self._optimizer.inner.zero_grad()
+        for each in self._parameters:  # also those that the optimizer does not update
+            each.grad = None
         if self._made.pieces is not None:
             self._made.pieces.drop_gradients()
 
@@ -420,10 +559,18 @@ class Engine:
             with torch.no_grad():
                 self._made.pieces.update_parameters()
 
-    def _on_batch(self, num_rows: int, is_last: bool) -> None:
+    def on_batch(self, num_rows: int, is_last: bool) -> None:
         """The training loader hands out a batch, of which so many rows count on this rank."""
-        self._accumulation.is_last_batch = is_last
+        self._accumulation.on_batch(is_last=is_last)
         self._rows = num_rows
+
+    def on_end(self) -> None:
+        """The training loader has handed out all batches of an epoch, or was left."""
+        self._accumulation.on_end()
+
+    def reads(self, dataset: Any) -> bool:
+        """Return whether batches of a dataset are this engine's: it has a loader of it, or has none at all."""
+        return self._dataset is None or self._dataset is dataset
 
     @property
     def num_rows(self) -> int:
@@ -562,7 +709,8 @@ class Engine:
         pieces = [] if self._made.pieces is None else list(self._made.pieces.piece_of.values())
         states = [] if self._optimizer is None else list(self._optimizer.state.values())
         state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
-        return measure((*model.parameters(), *model.buffers()), pieces, state, self._kept_activations)
+        found = measure((*model.parameters(), *model.buffers()), pieces, state, self._kept_activations)
+        return replace(found, gradients=found.gradients + self._hidden.num_bytes())
 
     @contextmanager
     def measure_activations(self) -> Iterator[None]:

@@ -1,13 +1,15 @@
-"""The norm of gradients over all ranks, and clipping by it. Worker side."""
+"""The norm of gradients over all ranks, clipping by it, and gradients that a loop must not use yet. Worker side."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from raysgd.errors import UsageError
 
 #: The sets of axes over which parameters are divided.
 _DIVIDED: tuple[tuple[str, ...], ...] = ((), ("dp",), ("tp",), ("dp", "tp"))
@@ -58,3 +60,47 @@ def scale(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> No
         by_device.setdefault(local.device, []).append(local)
     for device, tensors in by_device.items():
         torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, torch.Tensor) else factor)
+
+
+def versions(gradients: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return numbers that are the same as long as nobody has changed or replaced a gradient."""
+    local = [each._local_tensor if isinstance(each, DTensor) else each for each in gradients]
+    return [(id(each), each._version) for each in local]
+
+
+class HiddenGradients:
+    """Gradients of a step that is not complete: sums over some of its batches, of this rank maybe.
+
+    A loop that clips, scales or reads gradients after each batch finds none, and acts on the complete ones alone.
+    """
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def hide(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take the gradients of tensors away."""
+        for each in tensors:
+            if each.grad is not None:
+                self._hidden.append((each, each.grad))
+                each.grad = None
+
+    def restore(self) -> None:
+        """Give the tensors their gradients again, so that a backward pass adds to them.
+
+        Raises:
+            UsageError: One of them has got another gradient.
+        """
+        for each, gradient in self._hidden:
+            if each.grad is not None:
+                raise UsageError(
+                    "a parameter got a gradient between the batches of one optimizer step (accumulation_steps), which did not "
+                    "come from engine.backward: call engine.backward(loss) in place of loss.backward(), and change gradients "
+                    "when the step is complete, where parameter.grad is not None."
+                )
+            each.grad = gradient
+        self._hidden.clear()
+
+    def num_bytes(self) -> int:
+        """Return what the gradients take in memory."""
+        local = (each._local_tensor if isinstance(each, DTensor) else each for _, each in self._hidden)
+        return sum(each.untyped_storage().nbytes() for each in local)

@@ -18,14 +18,17 @@ class Steps(Protocol):
     """The engine's side of an optimizer's step."""
 
     def finish_gradients(self) -> bool:
-        """Make the gradients of a complete step those of its mean loss; returns whether they are finite, on all ranks."""
+        """Take the gradients of a complete step from the loop, and clip them; returns whether they are finite, on all ranks."""
+
+    def is_finite(self) -> bool:
+        """Whether the gradients of a complete step are finite, on all ranks."""
 
     def is_complete(self) -> bool: ...
 
     def is_open(self) -> bool: ...
 
     def check_gradients(self) -> None:
-        """Check that there are no gradients of which the engine knows nothing."""
+        """Check that there are no gradients of which the engine knows nothing, and end the batch of an unfinished step."""
 
     def discard(self) -> None:
         """Forget a complete step, whose gradients are dropped."""
@@ -128,7 +131,7 @@ def follow_steps(scheduler: Any, steps: Steps) -> Any:
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
         is_before = steps.is_complete()  # the loop calls the scheduler before the optimizer
-        if steps.finish_gradients() if is_before else steps.may_schedule():
+        if steps.is_finite() if is_before else steps.may_schedule():
             kind.step(self, *args, **kwargs)
             steps.on_schedule()
 

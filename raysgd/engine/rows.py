@@ -6,9 +6,9 @@ for that. The repeated rows are the last ones in the order of the data, so their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -76,21 +76,40 @@ class RowPlaces:
         return sum((rows_before + row) * self.num_ranks + self.rank < total for row in range(rows))
 
 
+class BatchFollower(Protocol):
+    """What is notified of the batches of a loader, such as an engine."""
+
+    def on_batch(self, num_rows: int, is_last: bool) -> None:
+        """Called before a batch is handed out.
+
+        Args:
+            num_rows: Rows of the batch that count on this rank.
+            is_last: Whether it is the last one of the epoch.
+        """
+
+    def on_end(self) -> None:
+        """Called when the loop over the loader has ended, or was left."""
+
+
 class FollowedLoader(PreparedLoader):
     """A prepared loader that says what it hands out.
 
     Args:
         prepared: The loader.
-        on_batch: Called before each batch, with the number of its rows that count on this rank, and whether it is the last one.
+        followers: Returns those that are notified of each batch.
         keeps_repeated: False: rows that it would repeat are left out. A batch that only repeats rows is handed out all the
             same, since all ranks make equally many steps; it counts no row.
     """
 
     def __init__(
-        self, prepared: PreparedLoader, on_batch: Callable[[int, bool], None], *, keeps_repeated: bool
+        self,
+        prepared: PreparedLoader,
+        followers: Callable[[FollowedLoader], Iterable[BatchFollower]],
+        *,
+        keeps_repeated: bool,
     ) -> None:
         vars(self).update(vars(prepared))
-        self._on_batch = on_batch
+        self._followers = followers
         self._places = None if keeps_repeated else RowPlaces(prepared)
 
     def __iter__(self) -> Iterator[Any]:
@@ -101,14 +120,19 @@ class FollowedLoader(PreparedLoader):
 
     def _follow(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
         rows_before = number * (0 if self._places is None else self._places.batch_size)
-        for batch, is_last in self._with_ends(batches, number):
-            num_own = rows = count_rows(batch)
-            if self._places is not None:
-                num_own = self._places.num_own(number, rows_before, rows)
-                batch = take_rows(batch, num_own or rows)
-            self._on_batch(num_own, is_last)
-            yield batch
-            number, rows_before = number + 1, rows_before + rows
+        try:
+            for batch, is_last in self._with_ends(batches, number):
+                num_own = rows = count_rows(batch)
+                if self._places is not None:
+                    num_own = self._places.num_own(number, rows_before, rows)
+                    batch = take_rows(batch, num_own or rows)
+                for follower in self._followers(self):
+                    follower.on_batch(num_own, is_last)
+                yield batch
+                number, rows_before = number + 1, rows_before + rows
+        finally:
+            for follower in self._followers(self):
+                follower.on_end()
 
     def _with_ends(self, batches: Iterator[Any], number: int) -> Iterator[tuple[Any, bool]]:
         """Yield batches from ``number`` on, and whether each is the last one."""
