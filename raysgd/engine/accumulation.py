@@ -15,6 +15,7 @@ class Accumulation:
     Attributes:
         is_last_batch: The loader has handed out its last batch.
         was_skipped: The last step was skipped, because its gradients overflowed.
+        has_computed: The model was called since the last backward pass.
         is_unclear: No loader says whether this unfinished batch is one with several losses, or several batches.
     """
 
@@ -22,13 +23,13 @@ class Accumulation:
         self.steps = steps
         self.is_last_batch = False
         self.was_skipped = False
+        self.has_computed = False
         self.is_unclear = False
         self._count = 0  # batches since the last step
         self._num_passes = 0  # backward passes since the last step
         self._is_announced = False  # a loader hands out batches
         self._begins = True  # the next backward pass is the first of a batch that is not counted yet
         self._is_first = True  # the next backward pass is the first of its batch
-        self._has_computed = False  # the model was called since the last backward pass
         self._is_complete = False
         self._steps_since_scheduler = 0
 
@@ -66,15 +67,15 @@ class Accumulation:
 
     def on_forward(self) -> None:
         """The model was called."""
-        self._has_computed = True
+        self.has_computed = True
 
     def on_backward(self) -> None:
         """A backward pass was made."""
         self._count += self._begins
-        self.is_unclear = not (self._is_first or self._is_announced) and (self._has_computed or self.is_unclear)
+        self.is_unclear = not (self._is_first or self._is_announced) and (self.has_computed or self.is_unclear)
         self._is_complete = self._is_complete or self.is_last_batch or self._count >= self.steps
         self._num_passes += 1
-        self._begins = self._is_first = self._has_computed = False
+        self._begins = self._is_first = self.has_computed = False
 
     def end_batch(self) -> None:
         """The optimizer was called, which ends a batch."""

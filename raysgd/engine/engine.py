@@ -19,11 +19,12 @@ from raysgd._util.text import with_article
 from raysgd.config.checks import check_count
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedForward, AttachedHook
-from raysgd.engine.composing import Composition, check_parts
+from raysgd.engine.composing import Composition, check_parts, place_loaded
 from raysgd.engine.config import EngineConfig, current_engine_config, merge_configs
 from raysgd.engine.gradients import HiddenGradients, global_norm, scale, versions
 from raysgd.engine.memory import KeptActivations, MemoryUse, measure
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps
+from raysgd.engine.pieces import OptimizerPieces
 from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import LossScale
 from raysgd.engine.rows import FollowedLoader, count_rows
@@ -31,7 +32,7 @@ from raysgd.engine.saving import collect, complete, spread
 from raysgd.errors import CheckpointError, ConfigError, UsageError
 from raysgd.session import api, context
 from raysgd.torch.devices import device
-from raysgd.torch.loader import prepare_data_loader
+from raysgd.torch.loader import PreparedLoader, prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
 from raysgd.torch.model import DistributedModel, unwrap
 from raysgd.torch.restoring import restore
@@ -53,8 +54,13 @@ _WITHOUT_OPTIMIZER = {
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-def _followers(loader: FollowedLoader) -> list[Engine]:
-    return [engine for engine in _engines if engine.reads(loader.loader.dataset)]
+def _count_hooks(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return how many hooks a parameter has, for its gradient and after that."""
+    return len(parameter._backward_hooks or ()), len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+
+
+def _readers(dataset: Any) -> list[Engine]:
+    return [engine for engine in _engines if engine.reads(dataset)]
 
 
 class Engine:
@@ -117,6 +123,8 @@ class Engine:
         self._weight = 0.0  # rows or tokens of the step's batches, on this rank
         self._parameters: list[nn.Parameter] = []
         self._dataset: Any = None  # of the training loader
+        self._is_averaged_late = False  # what this backward pass computes, after it
+        self._num_hooks: list[tuple[int, int]] = []  # of the parameters, which are not the loop's
         self._averaged: list[bool] = []  # which of the parameters DDP averages
         self._rows: int | None = None  # of the newest batch, without repeated ones, if the engine knows it
         self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
@@ -188,12 +196,14 @@ class Engine:
             )
         self._made.apply(model, optimizer, tensor_plan)
         self._model = self._made.model
+        unwrap(self._model).register_load_state_dict_pre_hook(AttachedHook(place_loaded))  # type: ignore[no-untyped-call]
         unwrap(self._model).register_load_state_dict_post_hook(AttachedHook(self._on_load))  # type: ignore[no-untyped-call]
         if self._made.pipeline is None:
             self._model.register_forward_pre_hook(AttachedHook(self._before_forward))
         else:
             self._model = PipelinedModel(self._made.pipeline, self.config.micro_batches, self._scale_of)
         self._parameters = list(self._model.parameters())
+        self._num_hooks = [_count_hooks(each) for each in self._parameters]
         self._averaged = [each.requires_grad for each in self._parameters]
         if api.world_size() > 1 and self.config.zero_stage < 3 and not isinstance(self._model, DistributedModel):
             self._frozen = [each for each in self._parameters if not each.requires_grad]
@@ -207,11 +217,23 @@ class Engine:
         train = None
         if train_dataloader is not None:
             prepared = prepare_data_loader(train_dataloader)
-            train = FollowedLoader(prepared, _followers, keeps_repeated=not self.config.weighted_gradients)
-            self._dataset = train.loader.dataset
+            train = self._follow(prepared)
         _engines.add(self)
         evaluate = None if eval_dataloader is None else prepare_data_loader(eval_dataloader)
         return self._model, self._optimizer, self._scheduler, train, evaluate
+
+    def _follow(self, prepared: PreparedLoader) -> FollowedLoader:
+        self._dataset = dataset = prepared.loader.dataset
+
+        def on_batch(num_rows: int, is_last: bool) -> None:
+            for engine in _readers(dataset):
+                engine.on_batch(num_rows, is_last)
+
+        def on_end() -> None:
+            for engine in _readers(dataset):
+                engine.on_end()
+
+        return FollowedLoader(prepared, on_batch, on_end=on_end, keeps_repeated=not self.config.weighted_gradients)
 
     def _choose(self, **composed: Any) -> None:
         """Choose the strategies that were not given."""
@@ -331,8 +353,15 @@ class Engine:
             if pieces is not None:
                 pieces.hold_gradients()
             self._finish(undo=True)
+        if self._made.use is not None:
+            self._made.use.begin_pass(is_first=self._accumulation.is_first_pass)
+        will_complete = self._accumulation.will_complete
         if pieces is not None:
-            pieces.is_collecting = self.config.zero_stage == 2 or self._accumulation.will_complete
+            pieces.is_collecting = self.config.zero_stage == 2 or will_complete
+        if isinstance(self._model, DistributedModel):
+            # DDP averages in the first backward pass after a forward pass that was made for that.
+            is_averaged = self._accumulation.has_computed and self._model.require_backward_grad_sync
+            self._is_averaged_late = will_complete and not is_averaged
 
     def on_backward(self, weight: float) -> None:
         """Count a backward pass; then show its gradients to the loop if the step is complete, and hide them else.
@@ -344,6 +373,12 @@ class Engine:
         if accumulation.is_first_pass and (self.config.weighted_gradients or not accumulation.is_complete):
             self._weight += weight
         accumulation.on_backward()
+        if self._made.use is not None:
+            self._made.use.end_pass()
+            if accumulation.is_complete:
+                self._made.use.end_step()
+        if self._is_averaged_late:
+            self._average()
         if pieces is not None and (self.config.zero_stage == 2 or accumulation.is_complete):
             pieces.collect_gradients()
         if not accumulation.is_complete:
@@ -353,6 +388,11 @@ class Engine:
         self._finish()
         if pieces is not None:
             pieces.show_gradients()
+
+    def _average(self) -> None:
+        """Average gradients in place of DDP."""
+        trained = [each for each in self._parameters if each.requires_grad]
+        OptimizerPieces(trained, self.mesh, is_divided=False, is_early=False).average_gradients()
 
     def _scale_of(self, batch: Any) -> float:
         """Return what a pipeline multiplies the gradients of a batch by."""
@@ -418,8 +458,10 @@ class Engine:
         """Check after a backward pass that gradients are those of all ranks.
 
         Raises:
-            UsageError: DDP waits for gradients that this pass did not compute, or parameters were unfrozen.
+            UsageError: DDP waits for gradients that this pass did not compute, parameters were unfrozen, or they have hooks that
+                find other gradients than those of the plain loop.
         """
+        self._check_hooks()
         if isinstance(self._model, DistributedModel) and not self._model.find_unused_parameters:
             try:
                 self._model.reducer._check_reducer_finalized()
@@ -434,6 +476,20 @@ class Engine:
                 "a parameter was frozen at engine.compose and has a gradient now, which is not averaged over the workers: "
                 "compose the model with all parameters that will be trained, and freeze them after that."
             )
+
+    def _check_hooks(self) -> None:
+        config = self.config
+        if config.zero_stage < 3 and config.precision != "fp16" and api.world_size() == 1:
+            return
+        for each, known in zip(self._parameters, self._num_hooks, strict=True):
+            of_gradients, after_them = _count_hooks(each)
+            if after_them > known[1] or (
+                of_gradients > known[0] and (config.zero_stage == 3 or config.precision == "fp16")
+            ):
+                raise UsageError(
+                    "a parameter has a hook, which would not find its gradient: with several workers, zero_stage=3 or fp16 it is "
+                    "complete after the backward pass. Change parameter.grad before optimizer.step() in place of the hook."
+                )
 
     def _name_missing(self) -> str:
         names = [name for name, each in self._named_parameters() if each.requires_grad and each.grad is None]
@@ -512,7 +568,7 @@ class Engine:
 
     def check_gradients(self) -> None:
         """Check that there are no gradients of which the engine knows nothing, and end the batch of an unfinished step."""
-        if any(each.grad is not None for each in self._trained()):
+        if any(self._hidden.is_strange(each) for each in self._trained()):
             raise UsageError(
                 "optimizer.step() was called with gradients that did not come from the engine: call engine.backward(loss) in "
                 "place of loss.backward(), and optimizer.zero_grad() after each step."

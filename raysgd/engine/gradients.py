@@ -71,11 +71,13 @@ def versions(gradients: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 class HiddenGradients:
     """Gradients of a step that is not complete: sums over some of its batches, of this rank maybe.
 
-    A loop that clips, scales or reads gradients after each batch finds none, and acts on the complete ones alone.
+    A loop that clips, scales or reads gradients after each batch finds none, and acts on the complete ones alone. The smallest
+    one is zeros instead: ``clip_grad_value_`` raises an error if there is none at all.
     """
 
     def __init__(self) -> None:
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._zeros: tuple[torch.Tensor, torch.Tensor] | None = None  # and whose they are
 
     def hide(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take the gradients of tensors away."""
@@ -83,6 +85,14 @@ class HiddenGradients:
             if each.grad is not None:
                 self._hidden.append((each, each.grad))
                 each.grad = None
+        if self._hidden:
+            owner, gradient = min(self._hidden, key=lambda pair: pair[0].numel())
+            owner.grad = torch.zeros_like(gradient)
+            self._zeros = owner, owner.grad
+
+    def is_strange(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has got a gradient since its own was hidden."""
+        return tensor.grad is not None and not (self._zeros is not None and tensor.grad is self._zeros[1])
 
     def restore(self) -> None:
         """Give the tensors their gradients again, so that a backward pass adds to them.
@@ -91,14 +101,19 @@ class HiddenGradients:
             UsageError: One of them has got another gradient.
         """
         for each, gradient in self._hidden:
-            if each.grad is not None:
+            if self.is_strange(each):
                 raise UsageError(
                     "a parameter got a gradient between the batches of one optimizer step (accumulation_steps), which did not "
                     "come from engine.backward: call engine.backward(loss) in place of loss.backward(), and change gradients "
-                    "when the step is complete, where parameter.grad is not None."
+                    "when the step is complete."
                 )
             each.grad = gradient
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the gradients."""
         self._hidden.clear()
+        self._zeros = None
 
     def num_bytes(self) -> int:
         """Return what the gradients take in memory."""

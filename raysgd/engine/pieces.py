@@ -106,6 +106,7 @@ class OptimizerPieces:
         mesh: The mesh of all workers.
         is_divided: Whether each data-parallel rank updates some rows only.
         is_averaged: Whether something else, such as DDP, averages the gradients over the copies of the model.
+        is_early: Whether gradients may be collected during the backward pass.
 
     Attributes:
         is_collecting: Whether gradients are collected during the backward pass, as soon as those of a bucket are there. The
@@ -113,7 +114,13 @@ class OptimizerPieces:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, *, is_divided: bool, is_averaged: bool = False
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: DeviceMesh,
+        *,
+        is_divided: bool,
+        is_averaged: bool = False,
+        is_early: bool = True,
     ) -> None:
         self._mesh = mesh
         self._group = mesh["dp"].get_group()
@@ -126,7 +133,7 @@ class OptimizerPieces:
         self.is_collecting = False
         for parameter in reversed(parameters):  # about the order in which their gradients come
             self._add(parameter)
-        if is_divided or self._averages:
+        if is_early and (is_divided or self._averages):
             for number, bucket in enumerate(self._buckets):
                 for part in bucket.parts:
                     part.parameter.register_post_accumulate_grad_hook(_make_hook(weakref.ref(self), number))  # type: ignore[no-untyped-call]
@@ -146,6 +153,11 @@ class OptimizerPieces:
         self._num_collected = 0
         for bucket in self._buckets:
             bucket.num_ready = 0
+
+    def average_gradients(self) -> None:
+        """Average the gradients of the parameters over the copies of the model, whole, and leave them at the parameters."""
+        for bucket in self._buckets:
+            self._average(bucket)
 
     def update_parameters(self) -> None:
         """Set the parameters to what the optimizer has made of the pieces."""

@@ -6,9 +6,9 @@ for that. The repeated rows are the last ones in the order of the data, so their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -76,27 +76,13 @@ class RowPlaces:
         return sum((rows_before + row) * self.num_ranks + self.rank < total for row in range(rows))
 
 
-class BatchFollower(Protocol):
-    """What is notified of the batches of a loader, such as an engine."""
-
-    def on_batch(self, num_rows: int, is_last: bool) -> None:
-        """Called before a batch is handed out.
-
-        Args:
-            num_rows: Rows of the batch that count on this rank.
-            is_last: Whether it is the last one of the epoch.
-        """
-
-    def on_end(self) -> None:
-        """Called when the loop over the loader has ended, or was left."""
-
-
 class FollowedLoader(PreparedLoader):
     """A prepared loader that says what it hands out.
 
     Args:
         prepared: The loader.
-        followers: Returns those that are notified of each batch.
+        on_batch: Called before each batch, with the number of its rows that count on this rank, and whether it is the last one.
+        on_end: Called when the loop over the loader has ended, or was left.
         keeps_repeated: False: rows that it would repeat are left out. A batch that only repeats rows is handed out all the
             same, since all ranks make equally many steps; it counts no row.
     """
@@ -104,12 +90,13 @@ class FollowedLoader(PreparedLoader):
     def __init__(
         self,
         prepared: PreparedLoader,
-        followers: Callable[[FollowedLoader], Iterable[BatchFollower]],
+        on_batch: Callable[[int, bool], None],
         *,
+        on_end: Callable[[], None] = lambda: None,
         keeps_repeated: bool,
     ) -> None:
         vars(self).update(vars(prepared))
-        self._followers = followers
+        self._on_batch, self._on_end = on_batch, on_end
         self._places = None if keeps_repeated else RowPlaces(prepared)
 
     def __iter__(self) -> Iterator[Any]:
@@ -126,13 +113,11 @@ class FollowedLoader(PreparedLoader):
                 if self._places is not None:
                     num_own = self._places.num_own(number, rows_before, rows)
                     batch = take_rows(batch, num_own or rows)
-                for follower in self._followers(self):
-                    follower.on_batch(num_own, is_last)
+                self._on_batch(num_own, is_last)
                 yield batch
                 number, rows_before = number + 1, rows_before + rows
         finally:
-            for follower in self._followers(self):
-                follower.on_end()
+            self._on_end()
 
     def _with_ends(self, batches: Iterator[Any], number: int) -> Iterator[tuple[Any, bool]]:
         """Yield batches from ``number`` on, and whether each is the last one."""
