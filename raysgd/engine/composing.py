@@ -114,7 +114,9 @@ class Composition:
 
     def _check_sparse(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Refuse sparse gradients where they cannot be carried."""
-        layers = [name for name, layer in model.named_modules() if getattr(layer, "sparse", False) is True]
+        layers = [
+            f"{type(layer).__name__} {name}".strip() for name, layer in model.named_modules() if _is_sparse(layer)
+        ]
         if type(optimizer).__name__ == "SparseAdam":
             layers.append("SparseAdam")
         allowed = {
@@ -131,7 +133,7 @@ class Composition:
         ]
         if layers and refused:
             raise ConfigError(
-                f"{layers[0]!r} has sparse gradients, which {', '.join(refused)} cannot carry: leave them out, or make the "
+                f"{layers[0]} has sparse gradients, which {', '.join(refused)} cannot carry: leave them out, or make the "
                 "layer with sparse=False and the optimizer a dense one, such as AdamW."
             )
 
@@ -264,6 +266,10 @@ class Composition:
     def _note(self, modules: dict[str, nn.Module], what: str) -> None:
         for name in modules:
             self.changes.setdefault(name, []).append(what)
+
+
+def _is_sparse(layer: nn.Module) -> bool:
+    return isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad
 
 
 def _without_shared(blocks: dict[str, nn.Module], model: nn.Module) -> dict[str, nn.Module]:

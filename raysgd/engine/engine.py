@@ -47,6 +47,7 @@ _WITHOUT_OPTIMIZER = {
     "cpu_offload": (True,),
     "activation_checkpointing": ("full", "selective"),
     "compile": ("model", "blocks"),
+    "find_unused_parameters": (True,),
 }
 
 
@@ -268,6 +269,8 @@ class Engine:
         if self._accumulation.is_complete and self._is_finite and factor != 1:
             self._take_changes()
             scale(self._gradients(), factor)
+            self._note_changes()
+            self._known_norm = None
 
     def backward(self, loss: torch.Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
         """Make a backward pass of a batch, in place of ``loss.backward()``. Gradients of several passes add up, as in torch.
@@ -382,7 +385,7 @@ class Engine:
         if pieces is not None and (self.config.zero_stage == 2 or accumulation.is_complete):
             pieces.collect_gradients()
         if not accumulation.is_complete:
-            self._hidden.hide(self._trained())
+            self._hidden.hide(self._trained(), self._parameters)
             return
         self._check_trained()
         self._finish()
@@ -417,6 +420,8 @@ class Engine:
         self._take_changes()
         norm = self._norm()
         self._clip(max_norm, norm)
+        self._note_changes()
+        self._known_norm = None
         return norm
 
     def _clip(self, max_norm: float, norm: torch.Tensor) -> None:
@@ -424,10 +429,24 @@ class Engine:
             scale(self._gradients(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
     def _take_changes(self) -> None:
-        """Let the optimizer use the gradients that the loop has left at the parameters."""
+        """Let the optimizer use the gradients that the loop has left at the parameters.
+
+        Raises:
+            UsageError: The loop has changed those of a pipeline's stage, as by a norm that is not that of all stages.
+        """
         if self._made.pieces is not None:
             self._made.pieces.hold_gradients()
             self._made.pieces.show_gradients()
+        if self._made.pipeline is not None and versions(self._gradients()) != self._versions:
+            raise UsageError(
+                "the loop has changed gradients, and with pipeline_parallel each rank has those of one stage alone: clip by "
+                "Engine(clip_grad_norm=...) or engine.clip_grad_norm_(max_norm), and scale the loss."
+            )
+
+    def _note_changes(self) -> None:
+        """Remember which gradients there are, where it matters whether the loop changes them."""
+        if self._known_norm is not None or self._made.pipeline is not None:
+            self._versions = versions(self._gradients())
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         """Make DDP average gradients in the backward pass that completes a step, and in no other."""
@@ -530,8 +549,7 @@ class Engine:
                 self._divided_by = factor = 1.0
         if not (isinstance(factor, float) and factor == 1):
             scale(self._gradients(), factor)
-        if self._known_norm is not None:
-            self._versions = versions(self._gradients())
+        self._note_changes()
 
     # -- what the optimizer and the scheduler call ------------------------------------------------------------------------
 

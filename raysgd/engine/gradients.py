@@ -79,16 +79,16 @@ class HiddenGradients:
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._zeros: tuple[torch.Tensor, torch.Tensor] | None = None  # and whose they are
 
-    def hide(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take the gradients of tensors away."""
+    def hide(self, tensors: Iterable[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        """Take the gradients of tensors away, of which the loop finds those of ``parameters``."""
         for each in tensors:
             if each.grad is not None:
                 self._hidden.append((each, each.grad))
                 each.grad = None
-        if self._hidden:
-            owner, gradient = min(self._hidden, key=lambda pair: pair[0].numel())
-            owner.grad = torch.zeros_like(gradient)
-            self._zeros = owner, owner.grad
+        smallest = min((each for each in parameters if each.requires_grad), key=torch.Tensor.numel, default=None)
+        if smallest is not None:
+            smallest.grad = torch.zeros_like(smallest)
+            self._zeros = smallest, smallest.grad
 
     def is_strange(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has got a gradient since its own was hidden."""
@@ -100,13 +100,16 @@ class HiddenGradients:
         Raises:
             UsageError: One of them has got another gradient.
         """
+        owners = [each for each, _ in self._hidden] + ([] if self._zeros is None else [self._zeros[0]])
+        if any(self.is_strange(each) for each in owners):
+            raise UsageError(
+                "a parameter got a gradient between the batches of one optimizer step (accumulation_steps), which did not come "
+                "from engine.backward: call engine.backward(loss) in place of loss.backward(), and change gradients when the "
+                "step is complete."
+            )
+        if self._zeros is not None:
+            self._zeros[0].grad = None
         for each, gradient in self._hidden:
-            if self.is_strange(each):
-                raise UsageError(
-                    "a parameter got a gradient between the batches of one optimizer step (accumulation_steps), which did not "
-                    "come from engine.backward: call engine.backward(loss) in place of loss.backward(), and change gradients "
-                    "when the step is complete."
-                )
             each.grad = gradient
         self.drop()
 

@@ -30,6 +30,18 @@ class _Multiply(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
+class _Overflowing(raysgd.Engine):
+    """An engine of which a gradient overflows while it is divided over the ranks."""
+
+    overflows = False
+
+    def _finish(self, *, undo: bool = False) -> None:
+        if self.overflows and not undo:
+            local = (getattr(each, "_local_tensor", each) for each in reversed(self._gradients()))
+            next(each for each in local if each.numel()).view(-1)[:1] = torch.inf
+        super()._finish(undo=undo)
+
+
 def schedule(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
@@ -46,7 +58,7 @@ def train(
     rank, size, step = dist.get_rank(), dist.get_world_size(), 0
     config = raysgd.EngineConfig(precision="fp16", loss_scale=1024.0, **strategies)
     with session_of(rank, size, config.workers_per_replica):
-        engine = raysgd.Engine(config)
+        engine = _Overflowing(config)
         model = build(KIND)
 
         def overflow(module: Any, args: Any, output: Any) -> Any:
@@ -68,11 +80,8 @@ def train(
             num_rows = len(whole["input_ids"])
             own = slice(num_rows * copy // copies, num_rows * (copy + 1) // copies)
             loss = model(**{key: value[own] for key, value in whole.items()}).loss
+            engine.overflows = where == "gradient" and step in overflows and rank == size - 1
             engine.backward(loss)
-            if where == "gradient" and step in overflows and rank == size - 1:
-                updated = reversed(optimizer.param_groups[0]["params"])
-                gradient = next(one.grad for one in updated if one.grad is not None and one.grad.numel())
-                getattr(gradient, "_local_tensor", gradient).view(-1)[:1] = torch.inf
             if scheduler_first:
                 scheduler.step()
             optimizer.step()
