@@ -65,6 +65,8 @@ test-rest: $(HOROVOD) $(DOC)  ## The tests that `make test` leaves out (70 minut
 	@$(BIN)/python -m pytest -m alone $(PROCESSES) $(ARGS)
 	@echo "tests: ten thousand schedules of a run"
 	@RAYSGD_SCHEDULES=10000 $(BIN)/python -m pytest -q -n $(JOBS) tests/unit/test_controller_fuzz.py $(ARGS)
+	@echo "tests: a thousand loops with the engine"
+	@RAYSGD_LOOPS=1000 $(BIN)/python -m pytest -q tests/integration/test_engine_loops.py $(ARGS)
 
 test-all: test test-rest  ## Both (85 minutes)
 

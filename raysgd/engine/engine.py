@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,20 +21,18 @@ from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedForward, AttachedHook
 from raysgd.engine.composing import Composition, check_parts, place_loaded
 from raysgd.engine.config import EngineConfig, current_engine_config, merge_configs
-from raysgd.engine.gradients import HiddenGradients, global_norm, scale, versions
 from raysgd.engine.memory import KeptActivations, MemoryUse, measure
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps
-from raysgd.engine.pieces import OptimizerPieces
 from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import LossScale
 from raysgd.engine.rows import FollowedLoader, count_rows
 from raysgd.engine.saving import collect, complete, spread
+from raysgd.engine.step import StepGradients
 from raysgd.errors import CheckpointError, ConfigError, UsageError
 from raysgd.session import api, context
-from raysgd.torch.devices import device
 from raysgd.torch.loader import PreparedLoader, prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
-from raysgd.torch.model import DistributedModel, unwrap
+from raysgd.torch.model import unwrap
 from raysgd.torch.restoring import restore
 
 if TYPE_CHECKING:
@@ -53,11 +51,6 @@ _WITHOUT_OPTIMIZER = {
 
 #: The engines of this process, of which several may read the batches of one loader, as those of a GAN do.
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def _count_hooks(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return how many hooks a parameter has, for its gradient and after that."""
-    return len(parameter._backward_hooks or ()), len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
 
 
 def _readers(dataset: Any) -> list[Engine]:
@@ -116,20 +109,10 @@ class Engine:
         self._optimizer: EngineOptimizer | None = None
         self._scheduler: Any = None
         self._made = Composition(self.config, lambda: self.mesh)
-        self._hidden = HiddenGradients()  # of an unfinished step
-        self._is_finite = True  # of the gradients of a complete step
-        self._divided_by: torch.Tensor | float = 1.0  # what the gradients of a complete step were divided by
-        self._known_norm: torch.Tensor | None = None  # of gradients that the loop has not changed since, by `_versions`
-        self._versions: list[tuple[int, int]] = []
-        self._weight = 0.0  # rows or tokens of the step's batches, on this rank
-        self._parameters: list[nn.Parameter] = []
-        self._dataset: Any = None  # of the training loader
-        self._is_averaged_late = False  # what this backward pass computes, after it
-        self._num_hooks: list[tuple[int, int]] = []  # of the parameters, which are not the loop's
-        self._averaged: list[bool] = []  # which of the parameters DDP averages
+        self._step: StepGradients  # once it is composed
         self._rows: int | None = None  # of the newest batch, without repeated ones, if the engine knows it
         self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
-        self._frozen: list[nn.Parameter] = []
+        self._dataset: Any = None  # of the training loader
         self._kept_activations: int | None = None
 
     @property
@@ -200,14 +183,12 @@ class Engine:
         unwrap(self._model).register_load_state_dict_pre_hook(AttachedHook(place_loaded))  # type: ignore[no-untyped-call]
         unwrap(self._model).register_load_state_dict_post_hook(AttachedHook(self._on_load))  # type: ignore[no-untyped-call]
         if self._made.pipeline is None:
-            self._model.register_forward_pre_hook(AttachedHook(self._before_forward))
+            self._model.register_forward_pre_hook(AttachedHook(lambda module, _: self._step.begin_forward(module)))
         else:
             self._model = PipelinedModel(self._made.pipeline, self.config.micro_batches, self._scale_of)
-        self._parameters = list(self._model.parameters())
-        self._num_hooks = [_count_hooks(each) for each in self._parameters]
-        self._averaged = [each.requires_grad for each in self._parameters]
-        if api.world_size() > 1 and self.config.zero_stage < 3 and not isinstance(self._model, DistributedModel):
-            self._frozen = [each for each in self._parameters if not each.requires_grad]
+        self._step = StepGradients(
+            self.config, self._made, self._model, optimizer, lambda: self.mesh, self._accumulation, self._scale
+        )
         if optimizer is not None:
             self._optimizer = EngineOptimizer(optimizer, self)
             self._model.zero_grad = AttachedForward(  # type: ignore[method-assign]
@@ -266,11 +247,8 @@ class Engine:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of a complete step, which are those of its mean loss; call it before they are clipped."""
-        if self._accumulation.is_complete and self._is_finite and factor != 1:
-            self._take_changes()
-            scale(self._gradients(), factor)
-            self._note_changes()
-            self._known_norm = None
+        if self._accumulation.is_complete and factor != 1:
+            self._step.scale(factor)
 
     def backward(self, loss: torch.Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
         """Make a backward pass of a batch, in place of ``loss.backward()``. Gradients of several passes add up, as in torch.
@@ -293,27 +271,16 @@ class Engine:
         self._check_backward(weight)
         weight = self._weight_of(weight)
         if self._made.pipeline is None:
-            if self._scale.is_searched and self.config.zero_stage < 3:  # FSDP's hooks expect one pass
-                self._scale.search(lambda: self._overflows(loss))
-            self.begin_backward()
-            factor = self._scale.scale * weight / self._expected_weight
+            self._step.search_scale(loss, weight)
+            self._step.begin_pass()
+            factor = self._step.factor(weight)
             (loss if factor == 1 else loss * factor).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         elif loss.requires_grad:
             raise UsageError(
                 "with pipeline_parallel the backward passes are made when the model is called; give engine.backward the loss "
                 "that the model returned, unchanged."
             )
-        self.on_backward(weight)
-
-    def _overflows(self, loss: torch.Tensor) -> bool:
-        """Return whether gradients of a loss overflow on any rank; they are not kept."""
-        trained = [each for each in self._parameters if each.requires_grad]
-        found = torch.autograd.grad(loss * self._scale.scale, trained, retain_graph=True, allow_unused=True)
-        norms = torch.stack([each.float().norm() for each in found if each is not None])
-        is_finite = torch.isfinite(norms).all().to(torch.uint8)
-        if api.world_size() > 1:
-            dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
-        return not is_finite
+        self._step.end_pass(weight)
 
     def _weight_of(self, weight: float | None) -> float:
         if not self.config.weighted_gradients:
@@ -347,67 +314,12 @@ class Engine:
                 "engine.backward(loss, weight=number), or give the loader to compose(train_dataloader=...)."
             )
 
-    def begin_backward(self) -> None:
-        """Take the gradients of the open step back from the loop, before a backward pass adds to them."""
-        pieces = self._made.pieces
-        if self._accumulation.is_open and not self._accumulation.is_complete:
-            self._hidden.restore()
-        else:  # there are gradients if the loop has not dropped them, to which more are added
-            if pieces is not None:
-                pieces.hold_gradients()
-            self._finish(undo=True)
-        if self._made.use is not None:
-            self._made.use.begin_pass(is_first=self._accumulation.is_first_pass)
-        will_complete = self._accumulation.will_complete
-        if pieces is not None:
-            pieces.is_collecting = self.config.zero_stage == 2 or will_complete
-        if isinstance(self._model, DistributedModel):
-            # DDP averages in the first backward pass after a forward pass that was made for that.
-            is_averaged = self._accumulation.has_computed and self._model.require_backward_grad_sync
-            self._is_averaged_late = will_complete and not is_averaged
-
-    def on_backward(self, weight: float) -> None:
-        """Count a backward pass; then show its gradients to the loop if the step is complete, and hide them else.
-
-        Args:
-            weight: That of the batch. It counts in the first pass of a batch: several losses of one batch add up.
-        """
-        accumulation, pieces = self._accumulation, self._made.pieces
-        if accumulation.is_first_pass and (self.config.weighted_gradients or not accumulation.is_complete):
-            self._weight += weight
-        accumulation.on_backward()
-        if self._made.use is not None:
-            self._made.use.end_pass()
-            if accumulation.is_complete:
-                self._made.use.end_step()
-        if self._is_averaged_late:
-            self._average()
-        if pieces is not None and (self.config.zero_stage == 2 or accumulation.is_complete):
-            pieces.collect_gradients()
-        if not accumulation.is_complete:
-            self._hidden.hide(self._trained(), self._parameters)
-            return
-        self._check_trained()
-        self._finish()
-        if pieces is not None:
-            pieces.show_gradients()
-
-    def _average(self) -> None:
-        """Average gradients in place of DDP."""
-        trained = [each for each in self._parameters if each.requires_grad]
-        OptimizerPieces(trained, self.mesh, is_divided=False, is_early=False).average_gradients()
-
     def _scale_of(self, batch: Any) -> float:
         """Return what a pipeline multiplies the gradients of a batch by."""
         if self.config.weighted_gradients:
             self._pipeline_weight = float(0 if self._rows == 0 else count_rows(batch))
-        self.begin_backward()
-        return self._scale.scale * self._pipeline_weight / self._expected_weight
-
-    @property
-    def _expected_weight(self) -> float:
-        """What losses are divided by: the batches of a full step, so that its gradients need not be divided."""
-        return 1.0 if self.config.weighted_gradients else float(self._accumulation.steps)
+        self._step.begin_pass()
+        return self._step.factor(self._pipeline_weight)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor | None:
         """Clip the gradients of a complete step by their global norm, over all shards; call it before ``optimizer.step()``.
@@ -415,168 +327,17 @@ class Engine:
         Returns:
             The norm before clipping; None if the step is not complete, or is skipped because gradients overflowed.
         """
-        if not self._accumulation.is_complete or not self._is_finite:
-            return None
-        self._take_changes()
-        norm = self._norm()
-        self._clip(max_norm, norm)
-        self._note_changes()
-        self._known_norm = None
-        return norm
-
-    def _clip(self, max_norm: float, norm: torch.Tensor) -> None:
-        if max_norm != float("inf"):  # an infinite norm would make all gradients NaN
-            scale(self._gradients(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-
-    def _take_changes(self) -> None:
-        """Let the optimizer use the gradients that the loop has left at the parameters.
-
-        Raises:
-            UsageError: The loop has changed those of a pipeline's stage, as by a norm that is not that of all stages.
-        """
-        if self._made.pieces is not None:
-            self._made.pieces.hold_gradients()
-            self._made.pieces.show_gradients()
-        if self._made.pipeline is not None and versions(self._gradients()) != self._versions:
-            raise UsageError(
-                "the loop has changed gradients, and with pipeline_parallel each rank has those of one stage alone: clip by "
-                "Engine(clip_grad_norm=...) or engine.clip_grad_norm_(max_norm), and scale the loss."
-            )
-
-    def _note_changes(self) -> None:
-        """Remember which gradients there are, where it matters whether the loop changes them."""
-        if self._known_norm is not None or self._made.pipeline is not None:
-            self._versions = versions(self._gradients())
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        """Make DDP average gradients in the backward pass that completes a step, and in no other."""
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        self._accumulation.on_forward()
-        model = self._model
-        if isinstance(model, DistributedModel):
-            model.require_backward_grad_sync = self._accumulation.will_complete
-            trained = [each.requires_grad for each in self._parameters]
-            if trained != self._averaged and any(trained):
-                self._averaged = trained
-                model.average_trained()
-
-    def _norm(self) -> torch.Tensor:
-        """Return the norm of all gradients over all ranks."""
-        assert self._optimizer is not None
-        updated = [each for group in self._optimizer.param_groups for each in group["params"]]
-        counted = [each.grad for each in updated if each.grad is not None and id(each) not in self._made.copied]
-        return global_norm(counted, self.mesh)
-
-    def _trained(self) -> list[torch.Tensor]:
-        """Return all tensors that may have gradients: the parameters of the model, and what the optimizer updates."""
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        return [*self._parameters, *(each for group in groups for each in group["params"])]
-
-    def _check_trained(self) -> None:
-        """Check after a backward pass that gradients are those of all ranks.
-
-        Raises:
-            UsageError: DDP waits for gradients that this pass did not compute, parameters were unfrozen, or they have hooks that
-                find other gradients than those of the plain loop.
-        """
-        self._check_hooks()
-        if isinstance(self._model, DistributedModel) and not self._model.find_unused_parameters:
-            try:
-                self._model.reducer._check_reducer_finalized()
-            except RuntimeError as error:
-                raise UsageError(
-                    f"this backward pass did not compute gradients of all parameters{self._name_missing()}: give "
-                    "Engine(find_unused_parameters=True) if the loop uses different parameters in different steps or on "
-                    "different ranks, or freeze those that are never used by requires_grad_(False)."
-                ) from error
-        if any(parameter.grad is not None for parameter in self._frozen):
-            raise UsageError(
-                "a parameter was frozen at engine.compose and has a gradient now, which is not averaged over the workers: "
-                "compose the model with all parameters that will be trained, and freeze them after that."
-            )
-
-    def _check_hooks(self) -> None:
-        config = self.config
-        if config.zero_stage < 3 and config.precision != "fp16" and api.world_size() == 1:
-            return
-        for each, known in zip(self._parameters, self._num_hooks, strict=True):
-            of_gradients, after_them = _count_hooks(each)
-            if after_them > known[1] or (
-                of_gradients > known[0] and (config.zero_stage == 3 or config.precision == "fp16")
-            ):
-                raise UsageError(
-                    "a parameter has a hook, which would not find its gradient: with several workers, zero_stage=3 or fp16 it is "
-                    "complete after the backward pass. Change parameter.grad before optimizer.step() in place of the hook."
-                )
-
-    def _name_missing(self) -> str:
-        names = [name for name, each in self._named_parameters() if each.requires_grad and each.grad is None]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f" ({', '.join(names[:3])}{more} have none on rank {api.world_rank()})" if names else ""
-
-    def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        return unwrap(self._composed()).named_parameters()
-
-    def _gradients(self) -> list[torch.Tensor]:
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        parameters = (each for group in groups for each in group["params"])
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-    def _divisor(self) -> torch.Tensor | float:
-        """Return what the sum of the step's gradients is divided by."""
-        divisor = self._weight / self._expected_weight * self._scale.scale
-        # Gradients were averaged over the copies of the model: their sum is that average times their number.
-        if not self.config.weighted_gradients or api.world_size() == 1:
-            return divisor
-        total, copies = torch.tensor(divisor, dtype=torch.float64, device=device()), self.mesh["dp"]
-        dist.all_reduce(total, group=copies.get_group())
-        return total / copies.size()
-
-    def _finish(self, *, undo: bool = False) -> None:
-        """Make the gradients of a complete step those of its mean loss; or undo that, before more are added."""
-        if undo:
-            factor, self._divided_by = self._divided_by, 1.0
-        else:
-            self._divided_by = self._divisor()
-            factor = 1 / self._divided_by
-            self._is_finite, self._known_norm = True, None
-            if self._scale.is_enabled:
-                norm = self._norm() * factor
-                self._is_finite = self._is_finite_everywhere(norm)
-                self._known_norm = norm
-            if not self._is_finite:
-                self._divided_by = factor = 1.0
-        if not (isinstance(factor, float) and factor == 1):
-            scale(self._gradients(), factor)
-        self._note_changes()
+        return self._step.clip(max_norm) if self._accumulation.is_complete else None
 
     # -- what the optimizer and the scheduler call ------------------------------------------------------------------------
 
     def finish_gradients(self) -> bool:
         """Take the gradients of a complete step from the loop, and clip them; returns whether they are finite."""
         self._check_clear()
-        self._take_changes()
-        if self._is_finite and self.config.clip_grad_norm is not None:
-            is_known = self._known_norm is not None and self._versions == versions(self._gradients())
-            norm = self._known_norm if is_known else None
-            self._clip(self.config.clip_grad_norm, self._norm() if norm is None else norm)
-        return self._is_finite
+        return self._step.take()
 
     def is_finite(self) -> bool:
-        return self._is_finite
-
-    def _is_finite_everywhere(self, norm: torch.Tensor) -> bool:
-        """Return whether the norm is finite on all ranks.
-
-        Copies of the model have the same gradients. Of a parameter that tensor-parallel ranks hold in full, each has computed
-        the gradient by itself, and the norm of each rank counts its own.
-        """
-        is_finite = torch.isfinite(norm)
-        if self.config.workers_per_replica > 1:
-            is_finite = is_finite.to(torch.uint8)
-            dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
-        return bool(is_finite)
+        return self._step.is_finite
 
     def is_complete(self) -> bool:
         return self._accumulation.is_complete
@@ -586,7 +347,7 @@ class Engine:
 
     def check_gradients(self) -> None:
         """Check that there are no gradients of which the engine knows nothing, and end the batch of an unfinished step."""
-        if any(self._hidden.is_strange(each) for each in self._trained()):
+        if self._step.has_others():
             raise UsageError(
                 "optimizer.step() was called with gradients that did not come from the engine: call engine.backward(loss) in "
                 "place of loss.backward(), and optimizer.zero_grad() after each step."
@@ -607,18 +368,16 @@ class Engine:
     def discard(self) -> None:
         """Forget a complete step, whose gradients are dropped."""
         self._accumulation.discard()
-        self._weight = 0.0
+        self._step.weight = 0.0
 
     def on_step(self, *, skipped: bool) -> None:
         self._scale.update(overflowed=skipped)
         self._accumulation.on_step(skipped=skipped)
-        self._weight, self._divided_by = 0.0, self._scale.scale
+        self._step.on_step()
 
     def drop_gradients(self) -> None:
         assert self._optimizer is not None
         self._optimizer.inner.zero_grad()
-        for each in self._parameters:  # also those that the optimizer does not update
-            each.grad = None
         if self._made.pieces is not None:
             self._made.pieces.drop_gradients()
 
@@ -784,7 +543,7 @@ class Engine:
         states = [] if self._optimizer is None else list(self._optimizer.state.values())
         state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
         found = measure((*model.parameters(), *model.buffers()), pieces, state, self._kept_activations)
-        return replace(found, gradients=found.gradients + self._hidden.num_bytes())
+        return replace(found, gradients=found.gradients + self._step.hidden.num_bytes())
 
     @contextmanager
     def measure_activations(self) -> Iterator[None]:

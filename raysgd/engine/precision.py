@@ -128,16 +128,16 @@ class LossScale:
         if self.is_enabled and state:
             self.scale, self._num_finite, self.is_searched = state["scale"], state["num_finite"], False
 
-    def search(self, overflows: Callable[[], bool]) -> None:
+    def search(self, overflows: Callable[[], bool | None]) -> None:
         """Halve the first scale until gradients do not overflow, so that no step is lost for it.
 
         Args:
-            overflows: Computes gradients with the scale that there is; returns whether one of any rank is infinite or NaN.
+            overflows: Computes gradients with the scale that there is; returns whether one of any rank is infinite or NaN, or
+                None if they cannot be computed.
         """
         self.is_searched = False
         first = self.scale
-        while overflows():
-            if self.scale <= self.MINIMUM:  # another scale does not help: the step is skipped
-                self.scale = first
-                return
+        while (found := overflows()) and self.scale > self.MINIMUM:
             self.scale *= self.BACKOFF
+        if found is not False:  # another scale does not help, or is not known: steps are skipped
+            self.scale = first

@@ -1,4 +1,7 @@
-"""Loops that do something unusual train to the weights of the plain loop under any strategy, or are refused."""
+"""Loops that do something unusual train to the weights of the plain loop under any strategy, or are refused.
+
+``RAYSGD_LOOPS`` is the number of loops that are drawn, ``RAYSGD_LOOPS_SEED`` their seed.
+"""
 
 from __future__ import annotations
 

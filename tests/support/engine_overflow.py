@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -30,16 +30,17 @@ class _Multiply(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-class _Overflowing(raysgd.Engine):
-    """An engine of which a gradient overflows while it is divided over the ranks."""
+def _overflow_in(gradients: Any, is_on: Callable[[], bool]) -> None:
+    """Make a gradient overflow while it is divided over the ranks."""
+    finish = gradients._finish
 
-    overflows = False
-
-    def _finish(self, *, undo: bool = False) -> None:
-        if self.overflows and not undo:
-            local = (getattr(each, "_local_tensor", each) for each in reversed(self._gradients()))
+    def overflowing(*, undo: bool = False) -> None:
+        if is_on() and not undo:
+            local = (getattr(each, "_local_tensor", each) for each in reversed(gradients._gradients()))
             next(each for each in local if each.numel()).view(-1)[:1] = torch.inf
-        super()._finish(undo=undo)
+        finish(undo=undo)
+
+    gradients._finish = overflowing
 
 
 def schedule(optimizer: Any) -> Any:
@@ -58,7 +59,7 @@ def train(
     rank, size, step = dist.get_rank(), dist.get_world_size(), 0
     config = raysgd.EngineConfig(precision="fp16", loss_scale=1024.0, **strategies)
     with session_of(rank, size, config.workers_per_replica):
-        engine = _Overflowing(config)
+        engine = raysgd.Engine(config)
         model = build(KIND)
 
         def overflow(module: Any, args: Any, output: Any) -> Any:
@@ -72,6 +73,7 @@ def train(
         model, optimizer, scheduler, _, _ = engine.compose(
             model=model, optimizer=language_optimizer(model), lr_scheduler_fn=schedule
         )
+        _overflow_in(engine._step, lambda: where == "gradient" and step in overflows and rank == size - 1)
         model.train()
         losses, rates = [], []
         copies, copy = raysgd.data_parallel_size(), raysgd.data_parallel_rank()
@@ -80,7 +82,6 @@ def train(
             num_rows = len(whole["input_ids"])
             own = slice(num_rows * copy // copies, num_rows * (copy + 1) // copies)
             loss = model(**{key: value[own] for key, value in whole.items()}).loss
-            engine.overflows = where == "gradient" and step in overflows and rank == size - 1
             engine.backward(loss)
             if scheduler_first:
                 scheduler.step()

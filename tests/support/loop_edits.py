@@ -26,7 +26,7 @@ LIMIT = 0.05  # of gradients, below what they are
 
 #: The columns: names in the guide, the engine's strategies, and whether `raysgd.accelerate` applies them.
 STRATEGIES: dict[str, tuple[dict[str, Any], bool]] = {
-    "none": ({}, False),
+    "DDP": ({}, False),
     "ZeRO 1": ({"zero_stage": 1}, False),
     "ZeRO 2": ({"zero_stage": 2}, False),
     "ZeRO 3": ({"zero_stage": 3}, False),
