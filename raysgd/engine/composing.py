@@ -129,7 +129,7 @@ class Composition:
         refused = [
             f"{name}={value!r}"
             for name, value in given
-            if name not in allowed or not (allowed[name] is None or value in allowed[name])
+            if name not in allowed or ((values := allowed[name]) is not None and value not in values)
         ]
         if layers and refused:
             raise ConfigError(

@@ -79,7 +79,8 @@ class _Part:
             if not isinstance(self.piece, DTensor):
                 return gradient.to(self.piece.dtype)
             if isinstance(gradient, DTensor) and gradient.device_mesh == self.piece.device_mesh:
-                return gradient.to(self.piece.dtype).redistribute(placements=self.piece.placements)
+                placed: torch.Tensor = gradient.redistribute(placements=self.piece.placements).to(self.piece.dtype)
+                return placed
         raise UsageError(
             f"a parameter of shape {tuple(self.parameter.shape)} got a gradient from the loop that is not divided as the "
             "optimizer's state is: change the gradient that is there, as by parameter.grad.mul_(factor), or make the new one of "

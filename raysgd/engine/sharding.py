@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysgd.errors import ConfigError, UsageError
+from raysgd.torch.devices import device
 
 
 class ShardedUse:
@@ -39,7 +40,7 @@ class ShardedUse:
         if is_free:
             if not hasattr(model, "set_reduce_scatter_unused_params"):
                 raise ConfigError("find_unused_parameters=True with zero_stage=3 needs torch 2.13 or newer.")
-            model.set_reduce_scatter_unused_params(True)  # zeros, where this rank has no gradient
+            model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # zeros, where this rank has no gradient
         for parameters in _groups(model):
             parameters.post_backward = _noting(parameters, parameters.post_backward, self._used)
 
@@ -80,8 +81,8 @@ class ShardedUse:
         if not self._is_free:
             return
         parameters = [each for each in self._names.values() if each.requires_grad and each.ndim]
-        flags = torch.tensor([id(each) in self._used_in_step for each in parameters], dtype=torch.int32)
-        flags = flags.to(parameters[0].device) if parameters else flags
+        is_used_here = [id(each) in self._used_in_step for each in parameters]
+        flags = torch.tensor(is_used_here, dtype=torch.int32, device=device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         for parameter, is_used in zip(parameters, flags.tolist(), strict=True):
             if not is_used:

@@ -6,6 +6,7 @@ Those of a complete step are those of its mean loss over all ranks, without a lo
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,7 @@ class StepGradients:
         """Return whether gradients of a loss overflow on any rank, without keeping them; None if that cannot be computed."""
         trained = [each for each in self._parameters if each.requires_grad]
         try:
-            found = torch.autograd.grad(loss * self.factor(weight), trained, retain_graph=True, allow_unused=True)
+            found: Any = torch.autograd.grad(loss * self.factor(weight), trained, retain_graph=True, allow_unused=True)
         except RuntimeError:  # torch.compile and some checkpointing allow one pass; or there is no memory for two
             state = torch.tensor(0)
         else:

@@ -40,3 +40,22 @@ def test_loops_train_to_the_weights_of_the_plain_loop_or_are_refused(ranks: Rank
             ):
                 wrong.append(f"{loop}: {outcome}")
     assert not wrong, f"RAYSGD_LOOPS_SEED={SEED}\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "edit"),
+    [("DDP", "unused"), ("DDP", "branch per rank"), ("accelerate", "branch per step"), ("ZeRO 3", "branch per step")],
+)
+def test_layers_that_are_left_out_are_refused_without_the_setting(ranks: RankGroup, strategy: str, edit: str) -> None:
+    for (outcome,) in ranks.run(loop_edits.compare, [loop_edits.Loop(strategy, edit, 1, 3, finds_unused=False)]):
+        assert isinstance(outcome, str) and "Engine(find_unused_parameters=True)" in outcome
+
+
+def test_pieces_need_no_setting_for_layers_that_are_left_out(ranks: RankGroup) -> None:
+    loops = [
+        loop_edits.Loop(strategy, edit, 2, 3, finds_unused=False)
+        for strategy in ("ZeRO 1", "ZeRO 2")
+        for edit in ("unused", "branch per step", "branch per rank")
+    ]
+    for outcomes in ranks.run(loop_edits.compare, loops):
+        assert all(isinstance(one, float) and one < 2e-5 for one in outcomes), outcomes

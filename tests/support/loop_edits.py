@@ -69,12 +69,14 @@ class Loop:
         edit: A name of `EDITS`.
         accumulation: Batches per step.
         seed: Of sizes, weights, data and the optimizer.
+        finds_unused: Whether ``find_unused_parameters=True`` is given where layers are left out.
     """
 
     strategy: str
     edit: str
     accumulation: int
     seed: int
+    finds_unused: bool = True
 
     @property
     def is_accelerated(self) -> bool:
@@ -83,7 +85,7 @@ class Loop:
     @property
     def strategies(self) -> dict[str, Any]:
         found = dict(STRATEGIES[self.strategy][0])
-        if self.edit in _UNUSED:
+        if self.edit in _UNUSED and self.finds_unused:
             found["find_unused_parameters"] = True
         return found if self.accumulation == 1 else {**found, "accumulation_steps": self.accumulation}
 
