@@ -82,6 +82,8 @@ alone: $(HOROVOD)  ## The tests that measure time: nothing else may run on the m
 
 schedules: $(TEST)  ## Ten thousand schedules of a run, without processes (a minute)
 	@RAYSGD_SCHEDULES=10000 $(BIN)/python -m pytest -q -n $(JOBS) tests/unit/test_controller_fuzz.py $(ARGS)
+	@echo "tests: a thousand loops with the engine"
+	@RAYSGD_LOOPS=1000 $(BIN)/python -m pytest -q tests/integration/test_engine_loops.py $(ARGS)
 
 soak: $(HOROVOD)  ## Kill and stop the processes of real runs at random times, and check what they leave (SOAK_S=1200 seconds)
 	@RAYSGD_FUZZ_S=$$(($(SOAK_S) / 4)) $(BIN)/python -m pytest -n0 -s -o timeout=0 tests/fault/test_process_fuzz.py $(ARGS)

@@ -67,8 +67,7 @@ def accelerate(
         mixed_precision: ``"bf16"`` or ``"fp16"``; True: bf16 if the worker's device computes it, else fp16.
         zero_stage: As in `raysgd.EngineConfig`. 1 and 2 need the optimizer.
         **strategies: More fields of `raysgd.EngineConfig`, such as ``activation_checkpointing="full"`` and
-            ``clip_grad_norm=1.0``. With fp16 or a zero stage, clip by ``clip_grad_norm``: until ``optimizer.step()``
-            gradients are scaled, and each rank has only some. Strategies of the command line override those given here.
+            ``clip_grad_norm=1.0``. Strategies of the command line override those given here.
 
     Returns:
         The model; ``(model, optimizer)`` if an optimizer is given. Use both in place of those given.
@@ -171,8 +170,7 @@ class _LoopEngine(Engine):
     def is_complete(self) -> bool:
         if super().is_complete():
             return True
-        assert self._model is not None
-        if self._gradients() or any(parameter.grad is not None for parameter in self._model.parameters()):
+        if self._step.has_others():
             raise UsageError(
                 "optimizer.step() was called, but no backward pass came through model(...) since the last step: call the model "
                 "that accelerate returned, then backward() on its loss, and optimizer.zero_grad() after each step."
@@ -187,8 +185,7 @@ class _LoopEngine(Engine):
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
-        self._accumulation.on_step(skipped=False)
-        self._is_finite, self._weight = None, 0.0
+        self.discard()
 
     def _after_loss(self, module: nn.Module, args: Any, result: Any) -> None:
         for tensor in _differentiable(result):
@@ -212,11 +209,10 @@ class _LoopEngine(Engine):
                 "gradient is not scaled: call it on loss(model(inputs), targets)."
             )
         self._backward_pass = current
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        # Passes before a step add up, as without the engine.
-        self.on_backward(0.0 if self._accumulation.is_complete else 1.0)
+        self._step.begin_pass()
+        # Twice: DDP and FSDP complete the gradients at the end of the pass too, and must come first.
+        queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+        queue_callback(lambda: queue_callback(lambda: self._step.end_pass(1.0)))
 
 
 def _differentiable(tree: Any) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ compilation, DDP. Each step finds parameters by the names that they have in the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,22 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from raysgd._util.text import with_article
+from raysgd.engine.attached import AttachedHook
 from raysgd.engine.blocks import find_blocks, find_stage_blocks
 from raysgd.engine.config import EngineConfig
-from raysgd.engine.optimizer import replace_parameters
+from raysgd.engine.optimizer import refuse_optimizer, replace_parameters
 from raysgd.engine.pieces import OptimizerPieces
 from raysgd.engine.pipeline.schedule import PipelineModel, split_model
 from raysgd.engine.precision import DTYPES, autocast_forward, cast_inputs
 from raysgd.engine.recomputation import recompute
 from raysgd.engine.saving import OptimizerNumbers
+from raysgd.engine.sharding import ShardedUse
 from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, make_tensor_plan
 from raysgd.errors import ConfigError
 from raysgd.session import api
 from raysgd.torch.devices import device
 from raysgd.torch.model import is_wrapped, prepare_model, prepare_optimizer
+from raysgd.torch.restoring import place_state
 
 
 class Composition:
@@ -42,6 +47,7 @@ class Composition:
         pipeline: The stage of the model that this rank has, if there are several.
         pieces: What the optimizer updates in place of parameters, if it does not update all of them as they are.
         numbers: Of the optimizer's parameters, before any was replaced.
+        use: What backward passes use of a model that FSDP divides over several ranks.
         copied: Ids of the tensors that the optimizer updates and whose gradients another stage counts.
         tied: Names of parameters that are another one too, and the first name of that one.
         changes: What was done to each module, by its name.
@@ -54,6 +60,7 @@ class Composition:
         self.pipeline: PipelineModel | None = None
         self.pieces: OptimizerPieces | None = None
         self.numbers: OptimizerNumbers | None = None
+        self.use: ShardedUse | None = None
         self.copied: set[int] = set()
         self.tied: dict[str, str] = {}
         self.changes: dict[str, list[str]] = {}
@@ -64,6 +71,15 @@ class Composition:
         Raises:
             ConfigError: A strategy cannot be applied to the model, or the optimizer has other parameters.
         """
+        self._check_sparse(model, optimizer)
+        if optimizer is not None and type(optimizer).__name__ == "Adafactor" and not self._is_whole:
+            raise refuse_optimizer(optimizer)
+        is_late = self._config.zero_stage == 3 or self._config.precision == "fp16"
+        if hooked := [name for name, each in model.named_parameters() if each._backward_hooks and is_late]:
+            raise ConfigError(
+                f"the parameter {hooked[0]} has a hook, which would not find its gradient with zero_stage=3 or fp16: change "
+                "parameter.grad between engine.backward and optimizer.step() in place of the hook."
+            )
         before = dict(model.named_parameters(remove_duplicate=False))
         first_names = {parameter: name for name, parameter in reversed(before.items())}
         self.tied = {name: first for name, parameter in before.items() if (first := first_names[parameter]) != name}
@@ -91,9 +107,40 @@ class Composition:
         """Whether each rank holds and updates the whole model."""
         return self._config.zero_stage == 0 and self._config.workers_per_replica == 1
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether each rank updates whole parameters."""
+        return self._config.zero_stage == 0 and self._config.tensor_parallel == 1
+
+    def _check_sparse(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Refuse sparse gradients where they cannot be carried."""
+        layers = [
+            f"{type(layer).__name__} {name}".strip() for name, layer in model.named_modules() if _is_sparse(layer)
+        ]
+        if type(optimizer).__name__ == "SparseAdam":
+            layers.append("SparseAdam")
+        allowed = {
+            "precision": ("bf16",),
+            "accumulation_steps": None,
+            "activation_checkpointing": None,
+            "compile": None,
+        }
+        given = self._config.given().items()
+        refused = [
+            f"{name}={value!r}"
+            for name, value in given
+            if name not in allowed or ((values := allowed[name]) is not None and value not in values)
+        ]
+        if layers and refused:
+            raise ConfigError(
+                f"{layers[0]} has sparse gradients, which {', '.join(refused)} cannot carry: leave them out, or make the "
+                "layer with sparse=False and the optimizer a dense one, such as AdamW."
+            )
+
     def _start_alike(self, model: nn.Module) -> None:
         """Give all ranks the values of rank 0, as DDP does; before the master weights are made of them."""
-        if api.world_size() > 1 and not (self._is_plain and self._config.precision != "bf16-true"):
+        is_ddp = self._is_plain and not self._config.find_unused_parameters
+        if api.world_size() > 1 and not (is_ddp and self._config.precision != "bf16-true"):
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
 
@@ -161,11 +208,16 @@ class Composition:
         settings: dict[str, Any] = {"mesh": copies, "mp_policy": policy, "offload_policy": offload}
         if self._config.tensor_parallel > 1:
             settings["shard_placement_fn"] = fsdp_shard_placement(copies.size())
+        is_free = self._config.find_unused_parameters and copies.size() > 1
+        blocks = {} if is_free else _without_shared(blocks, model)
         if scalars := {parameter for parameter in model.parameters() if not parameter.ndim}:
             settings["ignored_params"] = scalars  # FSDP cannot divide them: their gradients are averaged as in DDP
-        for block in blocks.values():
-            fully_shard(block, **settings)
-        fully_shard(model, **settings)
+        for module in (*blocks.values(), model):
+            fully_shard(module, **settings)
+            module.__deepcopy__ = AttachedHook(_refuse_copy)  # type: ignore[assignment]
+        _check_averages()
+        if copies.size() > 1:
+            self.use = ShardedUse(model, copies.get_group(), is_free=is_free)
         self._note({**blocks, "": model}, f"FSDP over {copies.size()} ranks")
 
     def _move_optimizer(self, optimizer: Optimizer, model: nn.Module, before: dict[str, nn.Parameter]) -> None:
@@ -192,13 +244,14 @@ class Composition:
         if config.zero_stage == 3:  # FSDP divides all others
             parameters = [parameter for parameter in parameters if not parameter.ndim]
         has_masters = config.precision == "bf16-true" and config.zero_stage < 3
-        if not parameters or (self._is_plain and not has_masters):
+        if not parameters or (self._is_plain and not has_masters and not config.find_unused_parameters):
             return None
         is_divided = config.zero_stage in (1, 2)
         if is_divided:
             what = "optimizer state" if config.zero_stage == 1 else "optimizer state and gradients"
             self._note({"": nn.Identity()}, f"{what} divided over {self._mesh()['dp'].size()} ranks")
-        return OptimizerPieces(parameters, self._mesh(), is_divided=is_divided, is_averaged=self._is_plain)
+        is_averaged = self._is_plain and not config.find_unused_parameters
+        return OptimizerPieces(parameters, self._mesh(), is_divided=is_divided, is_averaged=is_averaged)
 
     def _compile(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         if self._config.compile is None:
@@ -209,15 +262,68 @@ class Composition:
         self._note(targets, "compiled")
 
     def _distribute(self, model: nn.Module) -> nn.Module:
-        if not self._is_plain:
-            return model
+        if not self._is_plain or (self.pieces is not None and self._config.find_unused_parameters):
+            return model  # the pieces average gradients
         if api.world_size() > 1:
             self._note({"": model}, "DDP")
-        return prepare_model(model, move_to_device=False)
+        settings = {"find_unused_parameters": True} if self._config.find_unused_parameters else {}
+        return prepare_model(model, move_to_device=False, ddp_kwargs=settings)
 
     def _note(self, modules: dict[str, nn.Module], what: str) -> None:
         for name in modules:
             self.changes.setdefault(name, []).append(what)
+
+
+def _is_sparse(layer: nn.Module) -> bool:
+    return isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad
+
+
+def _without_shared(blocks: dict[str, nn.Module], model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks that share no parameter with others: FSDP gathers shared ones with the parameters outside of blocks."""
+    owners: dict[nn.Parameter, set[int]] = {}
+    inside = {id(part): id(block) for block in blocks.values() for part in block.modules()}
+    for part in model.modules():
+        for parameter in part.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(inside.get(id(part), 0))
+    shared = {owner for several in owners.values() if len(several) > 1 for owner in several}
+    return {name: block for name, block in blocks.items() if id(block) not in shared}
+
+
+def place_loaded(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Prepare a state dict, which may be of a checkpoint of any ranks, for a composed model; before it is loaded."""
+    for module in model.modules():
+        if callable(reshard := getattr(module, "reshard", None)) and is_wrapped(module):
+            reshard()
+    place_state(model, state, prefix)
+
+
+_NO_AVERAGES = (
+    "zero_stage=3 divides the parameters over the ranks, so that neither copy.deepcopy(model) nor "
+    "torch.optim.swa_utils.AveragedModel has whole ones: give zero_stage=2, with which both work."
+)
+
+
+def _refuse_copy(*_: Any) -> Any:
+    raise ConfigError(_NO_AVERAGES)
+
+
+def _check_averages() -> None:
+    """Let averages that were made before the parameters were divided raise an error that says so."""
+    from torch.optim.swa_utils import AveragedModel
+
+    update = AveragedModel.update_parameters
+    if getattr(update, "is_checked", False):
+        return
+
+    @functools.wraps(update)
+    def checked(self: Any, model: nn.Module) -> Any:
+        pairs = zip(self.module.parameters(), model.parameters(), strict=False)
+        if any(isinstance(new, DTensor) and not isinstance(own, DTensor) for own, new in pairs):
+            raise ConfigError(_NO_AVERAGES)
+        return update(self, model)
+
+    checked.is_checked = True  # type: ignore[attr-defined]
+    AveragedModel.update_parameters = checked  # type: ignore[method-assign]
 
 
 def _convert(model: nn.Module, dtype: torch.dtype, *, with_parameters: bool) -> None:

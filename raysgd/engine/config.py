@@ -45,6 +45,8 @@ class EngineConfig:
         clip_grad_norm: Limit of the gradients' global norm, over all shards; None: gradients are not clipped.
         compile: ``"model"`` or ``"blocks"``: what ``torch.compile`` compiles; None: nothing.
         fused_optimizer: Whether a torch optimizer made its steps with one kernel, where the device and optimizer can.
+        find_unused_parameters: Whether ranks or steps may leave out parameters, as a mixture of experts does. A parameter that
+            some ranks have used gets the mean over all ranks; one that none has used stays as it is.
         weighted_gradients: Whether gradients are those of the mean over all rows (or tokens) of a step, when ranks or
             micro-batches have different numbers of them. Rows that the engine's loader would repeat are left out.
         plan: ``"auto"``: ``Engine.compose`` chooses the strategies that are not given. None: they are off.
@@ -65,6 +67,7 @@ class EngineConfig:
     clip_grad_norm: float | None = None
     compile: Compile | None = None
     fused_optimizer: bool = False
+    find_unused_parameters: bool = False
     weighted_gradients: bool = False
     plan: Literal["auto"] | None = None
     memory_per_device: float | None = None
@@ -86,7 +89,13 @@ class EngineConfig:
         check_amount("loss_scale", self.loss_scale, positive=True)
         if self.clip_grad_norm is not None:
             check_amount("clip_grad_norm", self.clip_grad_norm, positive=True)
-        for name in ("cpu_offload", "sequence_parallel", "fused_optimizer", "weighted_gradients"):
+        for name in (
+            "cpu_offload",
+            "sequence_parallel",
+            "fused_optimizer",
+            "find_unused_parameters",
+            "weighted_gradients",
+        ):
             check_bool(name, getattr(self, name))
         self._check_plan()
         self._check_combination()

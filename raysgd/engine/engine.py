@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,20 +19,19 @@ from raysgd._util.text import with_article
 from raysgd.config.checks import check_count
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedForward, AttachedHook
-from raysgd.engine.composing import Composition, check_parts
+from raysgd.engine.composing import Composition, check_parts, place_loaded
 from raysgd.engine.config import EngineConfig, current_engine_config, merge_configs
 from raysgd.engine.evaluation import gather_for_metrics
-from raysgd.engine.gradients import global_norm, scale
 from raysgd.engine.memory import KeptActivations, MemoryUse, measure
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps
 from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import LossScale
 from raysgd.engine.rows import FollowedLoader, count_rows
 from raysgd.engine.saving import collect, complete, spread
+from raysgd.engine.step import StepGradients
 from raysgd.errors import CheckpointError, ConfigError, UsageError
 from raysgd.session import api, context
-from raysgd.torch.devices import device
-from raysgd.torch.loader import prepare_data_loader
+from raysgd.torch.loader import PreparedLoader, prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
 from raysgd.torch.model import unwrap
 from raysgd.torch.restoring import restore
@@ -45,7 +46,16 @@ _WITHOUT_OPTIMIZER = {
     "cpu_offload": (True,),
     "activation_checkpointing": ("full", "selective"),
     "compile": ("model", "blocks"),
+    "find_unused_parameters": (True,),
 }
+
+
+#: The engines of this process, of which several may read the batches of one loader, as those of a GAN do.
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _readers(dataset: Any) -> list[Engine]:
+    return [engine for engine in _engines if engine.reads(dataset)]
 
 
 class Engine:
@@ -100,11 +110,10 @@ class Engine:
         self._optimizer: EngineOptimizer | None = None
         self._scheduler: Any = None
         self._made = Composition(self.config, lambda: self.mesh)
-        self._is_finite: bool | None = None  # of the gradients of a complete step, once they are finished
-        self._weight = 0.0  # rows or tokens of the step's batches, on this rank
+        self._step: StepGradients  # once it is composed
         self._rows: int | None = None  # of the newest batch, without repeated ones, if the engine knows it
         self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
-        self._frozen: list[nn.Parameter] = []
+        self._dataset: Any = None  # of the training loader
         self._kept_activations: int | None = None
 
     @property
@@ -172,26 +181,42 @@ class Engine:
             )
         self._made.apply(model, optimizer, tensor_plan)
         self._model = self._made.model
+        unwrap(self._model).register_load_state_dict_pre_hook(AttachedHook(place_loaded))  # type: ignore[no-untyped-call]
         unwrap(self._model).register_load_state_dict_post_hook(AttachedHook(self._on_load))  # type: ignore[no-untyped-call]
         if self._made.pipeline is None:
-            self._model.register_forward_pre_hook(AttachedHook(self._before_forward))
+            self._model.register_forward_pre_hook(AttachedHook(lambda module, _: self._step.begin_forward(module)))
         else:
             self._model = PipelinedModel(self._made.pipeline, self.config.micro_batches, self._scale_of)
+        self._step = StepGradients(
+            self.config, self._made, self._model, optimizer, lambda: self.mesh, self._accumulation, self._scale
+        )
         if optimizer is not None:
             self._optimizer = EngineOptimizer(optimizer, self)
             self._model.zero_grad = AttachedForward(  # type: ignore[method-assign]
                 self._model.zero_grad, self._optimizer.zero_grad
             )
-            if api.world_size() > 1 and self.config.zero_stage < 3:
-                self._frozen = [each for each in model.parameters() if not each.requires_grad]
             if lr_scheduler_fn is not None:
                 self._scheduler = self._make_scheduler(lr_scheduler_fn, self._optimizer)
         train = None
         if train_dataloader is not None:
             prepared = prepare_data_loader(train_dataloader)
-            train = FollowedLoader(prepared, self._on_batch, keeps_repeated=not self.config.weighted_gradients)
+            train = self._follow(prepared)
+        _engines.add(self)
         evaluate = None if eval_dataloader is None else prepare_data_loader(eval_dataloader, train=False)
         return self._model, self._optimizer, self._scheduler, train, evaluate
+
+    def _follow(self, prepared: PreparedLoader) -> FollowedLoader:
+        self._dataset = dataset = prepared.loader.dataset
+
+        def on_batch(num_rows: int, is_last: bool) -> None:
+            for engine in _readers(dataset):
+                engine.on_batch(num_rows, is_last)
+
+        def on_end() -> None:
+            for engine in _readers(dataset):
+                engine.on_end()
+
+        return FollowedLoader(prepared, on_batch, on_end=on_end, keeps_repeated=not self.config.weighted_gradients)
 
     def _choose(self, **composed: Any) -> None:
         """Choose the strategies that were not given."""
@@ -219,37 +244,44 @@ class Engine:
     def begin_batch(self, num_rows: int) -> None:
         """Set how many rows of the next batch count, which weigh its gradients; for loops with loaders of their own."""
         self._rows = num_rows
+        self._accumulation.on_batch()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of a complete step, which are those of its mean loss; call it before they are clipped."""
-        if self._accumulation.is_complete and self.finish_gradients() and factor != 1:
-            scale(self._gradients(), factor)
+        if self._accumulation.is_complete and factor != 1:
+            self._step.scale(factor)
 
-    def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
-        """Make the backward pass of a batch, in place of ``loss.backward()``.
+    def backward(self, loss: torch.Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
+        """Make a backward pass of a batch, in place of ``loss.backward()``. Gradients of several passes add up, as in torch.
+
+        After the last batch of a step, the gradients of the parameters are those of the step's mean loss over all ranks, in
+        every precision. They are the loop's until ``optimizer.step()``: it may read, clip, scale or drop them. Before that,
+        parameters have no gradients.
 
         Args:
             loss: The mean over the batch on this rank; a scalar.
             weight: With ``weighted_gradients=True``, over how many rows or tokens the mean is. None: the rows of the batch
                 that the engine's loader has handed out last. A batch that only repeats rows has the weight 0 in any case.
+            retain_graph: As in ``torch.Tensor.backward``: whether another loss of the same graph follows.
 
         Raises:
             UsageError: The weight of the batch is not known, or cannot be used; with ``pipeline_parallel``, the loss is another
-                one than the model returned; or the strategies need an optimizer, and `compose` got none.
+                one than the model returned; the strategies need an optimizer, and `compose` got none; a parameter has no
+                gradient, or has hooks, and the strategies do not allow that.
         """
         self._check_backward(weight)
         weight = self._weight_of(weight)
         if self._made.pipeline is None:
-            factor = self._scale.scale * weight
-            (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
+            self._step.search_scale(loss, weight)
+            self._step.begin_pass()
+            factor = self._step.factor(weight)
+            (loss if factor == 1 else loss * factor).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         elif loss.requires_grad:
             raise UsageError(
                 "with pipeline_parallel the backward passes are made when the model is called; give engine.backward the loss "
                 "that the model returned, unchanged."
             )
-        # Several passes before a step add up, as without the engine.
-        is_more = self._accumulation.is_complete and not self.config.weighted_gradients
-        self.on_backward(0.0 if is_more else weight)
+        self._step.end_pass(weight)
 
     def _weight_of(self, weight: float | None) -> float:
         if not self.config.weighted_gradients:
@@ -283,18 +315,12 @@ class Engine:
                 "engine.backward(loss, weight=number), or give the loader to compose(train_dataloader=...)."
             )
 
-    def on_backward(self, weight: float) -> None:
-        """Count a backward pass, and collect its gradients where the optimizer updates pieces."""
-        self._weight += weight
-        self._accumulation.on_backward()
-        if self._made.pieces is not None and (self.config.zero_stage == 2 or self._accumulation.is_complete):
-            self._made.pieces.collect_gradients()
-
     def _scale_of(self, batch: Any) -> float:
         """Return what a pipeline multiplies the gradients of a batch by."""
         if self.config.weighted_gradients:
             self._pipeline_weight = float(0 if self._rows == 0 else count_rows(batch))
-        return self._scale.scale * self._pipeline_weight
+        self._step.begin_pass()
+        return self._step.factor(self._pipeline_weight)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor | None:
         """Clip the gradients of a complete step by their global norm, over all shards; call it before ``optimizer.step()``.
@@ -302,48 +328,7 @@ class Engine:
         Returns:
             The norm before clipping; None if the step is not complete, or is skipped because gradients overflowed.
         """
-        if not self._accumulation.is_complete or not self.finish_gradients():
-            return None
-        gradients = self._gradients()
-        norm = self._norm()
-        if max_norm != float("inf"):  # an infinite norm would make all gradients NaN
-            scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        """Make gradients be averaged in the backward pass that completes a step, and in no other if that is possible."""
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        completes = self._accumulation.will_complete
-        model = self._model
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model.require_backward_grad_sync = completes
-        if self._made.pieces is not None:
-            self._made.pieces.is_collecting = self.config.zero_stage == 2 or completes
-
-    def _norm(self) -> torch.Tensor:
-        """Return the norm of all gradients over all ranks."""
-        assert self._optimizer is not None
-        updated = [each for group in self._optimizer.param_groups for each in group["params"]]
-        counted = [each.grad for each in updated if each.grad is not None and id(each) not in self._made.copied]
-        return global_norm(counted, self.mesh)
-
-    def _gradients(self) -> list[torch.Tensor]:
-        assert self._optimizer is not None
-        parameters = (each for group in self._optimizer.param_groups for each in group["params"])
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-    def _divisor(self) -> torch.Tensor | float:
-        """Return what the sum of the step's gradients is divided by."""
-        if not self.config.weighted_gradients:
-            return self._weight * self._scale.scale
-        # Gradients were averaged over the copies of the model: their sum is that average times their number.
-        total = torch.tensor(self._weight, dtype=torch.float64, device=device())
-        copies = self.mesh["dp"] if api.world_size() > 1 else None
-        if copies is None:
-            return self._weight * self._scale.scale
-        dist.all_reduce(total, group=copies.get_group())
-        return total * self._scale.scale / copies.size()
+        return self._step.clip(max_norm) if self._accumulation.is_complete else None
 
     def gather_for_metrics(self, values: Any) -> Any:
         """Return the entries of all ranks for the newest batch, in the order of the data, on every rank. All ranks call it.
@@ -365,36 +350,12 @@ class Engine:
     # -- what the optimizer and the scheduler call ------------------------------------------------------------------------
 
     def finish_gradients(self) -> bool:
-        """Make the gradients of a complete step those of its mean loss, and clip them; returns whether they are finite."""
-        if self._is_finite is None:
-            if any(parameter.grad is not None for parameter in self._frozen):
-                raise UsageError(
-                    "a parameter was frozen at engine.compose and has a gradient now, which is not averaged over the workers: "
-                    "compose the model with all parameters that will be trained, and freeze them after that."
-                )
-            gradients = self._gradients()
-            factor: Any = 1 / self._divisor()
-            self._is_finite = True
-            if self.config.clip_grad_norm is not None or self._scale.is_enabled:
-                norm = self._norm() * factor
-                self._is_finite = not self._scale.is_enabled or self._is_finite_everywhere(norm)
-                if self.config.clip_grad_norm is not None:
-                    factor = factor * torch.clamp(self.config.clip_grad_norm / (norm + 1e-6), max=1.0)
-            if self._is_finite and not (isinstance(factor, float) and factor == 1):
-                scale(gradients, factor)
-        return self._is_finite
+        """Take the gradients of a complete step from the loop, and clip them; returns whether they are finite."""
+        self._check_clear()
+        return self._step.take()
 
-    def _is_finite_everywhere(self, norm: torch.Tensor) -> bool:
-        """Return whether the norm is finite on all ranks.
-
-        Copies of the model have the same gradients. Of a parameter that tensor-parallel ranks hold in full, each has computed
-        the gradient by itself, and the norm of each rank counts its own.
-        """
-        is_finite = torch.isfinite(norm)
-        if self.config.workers_per_replica > 1:
-            is_finite = is_finite.to(torch.uint8)
-            dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
-        return bool(is_finite)
+    def is_finite(self) -> bool:
+        return self._step.is_finite
 
     def is_complete(self) -> bool:
         return self._accumulation.is_complete
@@ -403,23 +364,34 @@ class Engine:
         return self._accumulation.is_open
 
     def check_gradients(self) -> None:
-        """Check that there are no gradients of which the engine knows nothing."""
-        model = self._composed()
-        if not self.is_open() and (self._gradients() or any(each.grad is not None for each in model.parameters())):
+        """Check that there are no gradients of which the engine knows nothing, and end the batch of an unfinished step."""
+        if self._step.has_others():
             raise UsageError(
                 "optimizer.step() was called with gradients that did not come from the engine: call engine.backward(loss) in "
                 "place of loss.backward(), and optimizer.zero_grad() after each step."
+            )
+        self._check_clear()
+        self._accumulation.end_batch()
+
+    def _check_clear(self) -> None:
+        """Check that it is known where batches begin, if it matters."""
+        is_fixed = self._accumulation.is_complete and not self.config.weighted_gradients
+        if self._accumulation.is_unclear and not is_fixed:
+            raise UsageError(
+                "engine.backward was called several times before optimizer.step(), and the engine does not know whether that was "
+                "for one batch with several losses, or for several batches: call optimizer.step() after each batch, or add the "
+                "losses of a batch up and call engine.backward once, or give the loader to compose(train_dataloader=...)."
             )
 
     def discard(self) -> None:
         """Forget a complete step, whose gradients are dropped."""
         self._accumulation.discard()
-        self._is_finite, self._weight = None, 0.0
+        self._step.weight = 0.0
 
     def on_step(self, *, skipped: bool) -> None:
         self._scale.update(overflowed=skipped)
         self._accumulation.on_step(skipped=skipped)
-        self._is_finite, self._weight = None, 0.0
+        self._step.on_step()
 
     def drop_gradients(self) -> None:
         assert self._optimizer is not None
@@ -438,10 +410,18 @@ class Engine:
             with torch.no_grad():
                 self._made.pieces.update_parameters()
 
-    def _on_batch(self, num_rows: int, is_last: bool) -> None:
+    def on_batch(self, num_rows: int, is_last: bool) -> None:
         """The training loader hands out a batch, of which so many rows count on this rank."""
-        self._accumulation.is_last_batch = is_last
+        self._accumulation.on_batch(is_last=is_last)
         self._rows = num_rows
+
+    def on_end(self) -> None:
+        """The training loader has handed out all batches of an epoch, or was left."""
+        self._accumulation.on_end()
+
+    def reads(self, dataset: Any) -> bool:
+        """Return whether batches of a dataset are this engine's: it has a loader of it, or has none at all."""
+        return self._dataset is None or self._dataset is dataset
 
     @property
     def num_rows(self) -> int:
@@ -580,7 +560,8 @@ class Engine:
         pieces = [] if self._made.pieces is None else list(self._made.pieces.piece_of.values())
         states = [] if self._optimizer is None else list(self._optimizer.state.values())
         state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
-        return measure((*model.parameters(), *model.buffers()), pieces, state, self._kept_activations)
+        found = measure((*model.parameters(), *model.buffers()), pieces, state, self._kept_activations)
+        return replace(found, gradients=found.gradients + self._step.hidden.num_bytes())
 
     @contextmanager
     def measure_activations(self) -> Iterator[None]:

@@ -1,13 +1,15 @@
-"""The norm of gradients over all ranks, and clipping by it. Worker side."""
+"""The norm of gradients over all ranks, clipping by it, and gradients that a loop must not use yet. Worker side."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from raysgd.errors import UsageError
 
 #: The sets of axes over which parameters are divided.
 _DIVIDED: tuple[tuple[str, ...], ...] = ((), ("dp",), ("tp",), ("dp", "tp"))
@@ -58,3 +60,65 @@ def scale(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> No
         by_device.setdefault(local.device, []).append(local)
     for device, tensors in by_device.items():
         torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, torch.Tensor) else factor)
+
+
+def versions(gradients: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return numbers that are the same as long as nobody has changed or replaced a gradient."""
+    local = [each._local_tensor if isinstance(each, DTensor) else each for each in gradients]
+    return [(id(each), each._version) for each in local]
+
+
+class HiddenGradients:
+    """Gradients of a step that is not complete: sums over some of its batches, of this rank maybe.
+
+    A loop that clips, scales or reads gradients after each batch finds none, and acts on the complete ones alone. The smallest
+    one is zeros instead: ``clip_grad_value_`` raises an error if there is none at all.
+    """
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._zeros: tuple[torch.Tensor, torch.Tensor] | None = None  # and whose they are
+
+    def hide(self, tensors: Iterable[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        """Take the gradients of tensors away, of which the loop finds those of ``parameters``."""
+        for each in tensors:
+            if each.grad is not None:
+                self._hidden.append((each, each.grad))
+                each.grad = None
+        smallest = min((each for each in parameters if each.requires_grad), key=torch.Tensor.numel, default=None)
+        if smallest is not None:
+            smallest.grad = torch.zeros_like(smallest)
+            self._zeros = smallest, smallest.grad
+
+    def is_strange(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has got a gradient since its own was hidden."""
+        return tensor.grad is not None and not (self._zeros is not None and tensor.grad is self._zeros[1])
+
+    def restore(self) -> None:
+        """Give the tensors their gradients again, so that a backward pass adds to them.
+
+        Raises:
+            UsageError: One of them has got another gradient.
+        """
+        owners = [each for each, _ in self._hidden] + ([] if self._zeros is None else [self._zeros[0]])
+        if any(self.is_strange(each) for each in owners):
+            raise UsageError(
+                "a parameter got a gradient between the batches of one optimizer step (accumulation_steps), which did not come "
+                "from engine.backward: call engine.backward(loss) in place of loss.backward(), and change gradients when the "
+                "step is complete."
+            )
+        if self._zeros is not None:
+            self._zeros[0].grad = None
+        for each, gradient in self._hidden:
+            each.grad = gradient
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the gradients."""
+        self._hidden.clear()
+        self._zeros = None
+
+    def num_bytes(self) -> int:
+        """Return what the gradients take in memory."""
+        local = (each._local_tensor if isinstance(each, DTensor) else each for _, each in self._hidden)
+        return sum(each.untyped_storage().nbytes() for each in local)

@@ -8,24 +8,31 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from raysgd.errors import ConfigError, UsageError
-from raysgd.torch.restoring import place_like
+from raysgd.torch.restoring import place_like, place_optimizer_state
+
+#: What messages of torch have that refuse an operation on distributed tensors.
+_OF_DTENSORS = ("DTensor", "placement", "harding")
 
 
 class Steps(Protocol):
     """The engine's side of an optimizer's step."""
 
     def finish_gradients(self) -> bool:
-        """Make the gradients of a complete step those of its mean loss; returns whether they are finite, on all ranks."""
+        """Take the gradients of a complete step from the loop, and clip them; returns whether they are finite, on all ranks."""
+
+    def is_finite(self) -> bool:
+        """Whether the gradients of a complete step are finite, on all ranks."""
 
     def is_complete(self) -> bool: ...
 
     def is_open(self) -> bool: ...
 
     def check_gradients(self) -> None:
-        """Check that there are no gradients of which the engine knows nothing."""
+        """Check that there are no gradients of which the engine knows nothing, and end the batch of an unfinished step."""
 
     def discard(self) -> None:
         """Forget a complete step, whose gradients are dropped."""
@@ -96,9 +103,19 @@ class EngineOptimizer(Optimizer):
             return
         is_finite = self._steps.finish_gradients()
         if is_finite:
-            self.inner.step()
+            self._update()
             self._steps.update_parameters()
         self._steps.on_step(skipped=not is_finite)
+
+    def _update(self) -> None:
+        try:
+            self.inner.step()
+        except (RuntimeError, NotImplementedError) as error:
+            if not any(isinstance(each, DTensor) for group in self.param_groups for each in group["params"]):
+                raise
+            if not any(word in str(error) for word in _OF_DTENSORS):
+                raise
+            raise refuse_optimizer(self.inner) from error
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, unless they belong to a step that is not complete yet."""
@@ -111,10 +128,20 @@ class EngineOptimizer(Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
+        """Load what ``state_dict`` returned on any number of ranks, also as `raysgd.load_checkpoint` has it."""
+        self.inner.load_state_dict(place_optimizer_state(state_dict, self.inner, "state['optimizer']"))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UsageError("add_param_group after engine.compose: the engine has placed all parameters; add it before.")
+
+
+def refuse_optimizer(optimizer: Optimizer) -> ConfigError:
+    """Return the error for an optimizer that cannot update parameters of which each rank has a part."""
+    return ConfigError(
+        f"{type(optimizer).__name__} needs whole parameters, and each rank has a part of them with zero_stage=1, 2 or 3 and with "
+        "tensor_parallel: give zero_stage=0, which carries any optimizer, or an optimizer that updates each number by itself, as "
+        "AdamW and SGD do."
+    )
 
 
 def follow_steps(scheduler: Any, steps: Steps) -> Any:
@@ -128,7 +155,7 @@ def follow_steps(scheduler: Any, steps: Steps) -> Any:
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
         is_before = steps.is_complete()  # the loop calls the scheduler before the optimizer
-        if steps.finish_gradients() if is_before else steps.may_schedule():
+        if steps.is_finite() if is_before else steps.may_schedule():
             kind.step(self, *args, **kwargs)
             steps.on_schedule()
 

@@ -5,6 +5,9 @@ as a rule, or all of it where nothing is divided. It is in fp32 if the parameter
 gradients come in by reduce-scatter, the optimizer updates the pieces, and an all-gather brings the parameters up to date: the
 stages "P_os" and "P_os+g" of ZeRO (Rajbhandari et al., arXiv 1910.02054), and the master weights of mixed precision training
 (Micikevicius et al., arXiv 1710.03740).
+
+Between a backward pass and the optimizer's step, the gradient of a piece is also that of its parameter: what the loop reads and
+changes there is what the optimizer uses. See doc/design/0041-gradients-of-the-loop.md.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from raysgd.errors import UsageError
+
 # Prefer the new names: torch 2.13 warns about the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -38,12 +43,49 @@ class _Part:
         piece: What the optimizer updates; the parameter itself if nothing is divided or converted.
         offset: Where its chunk begins in each rank's row of the bucket.
         chunk: Elements of the chunk: those of the rank with the most.
+        shown: The gradient that the parameter and the piece have in common for the loop, if they have one.
     """
 
     parameter: nn.Parameter
     piece: torch.Tensor
     offset: int
     chunk: int
+    shown: torch.Tensor | None = None
+
+    def show(self) -> None:
+        """Let the loop find the gradient of the piece at the parameter."""
+        if self.piece is self.parameter:
+            return
+        self.parameter.grad, self.shown = None, self.piece.grad
+        if self.shown is not None and self.shown.dtype != self.parameter.dtype:
+            if hasattr(self.parameter, "grad_dtype"):
+                self.parameter.grad_dtype = None  # it may have a gradient of another type: that of its master weights
+            else:  # before torch 2.10 it cannot
+                self.parameter.grad, self.shown = self.shown.to(self.parameter.dtype), None
+                return
+        self.parameter.grad = self.shown
+
+    def hold(self) -> None:
+        """Take what the loop has left at the parameter, or else at the piece, as the gradient of the piece."""
+        if self.piece is self.parameter:
+            return
+        found, self.parameter.grad = self.parameter.grad, None
+        if found is not self.shown:
+            self.piece.grad = found if found is None else self._like_piece(found)
+        self.shown = None
+
+    def _like_piece(self, gradient: torch.Tensor) -> torch.Tensor:
+        if isinstance(gradient, DTensor) == isinstance(self.piece, DTensor):
+            if not isinstance(self.piece, DTensor):
+                return gradient.to(self.piece.dtype)
+            if isinstance(gradient, DTensor) and gradient.device_mesh == self.piece.device_mesh:
+                placed: torch.Tensor = gradient.redistribute(placements=self.piece.placements).to(self.piece.dtype)
+                return placed
+        raise UsageError(
+            f"a parameter of shape {tuple(self.parameter.shape)} got a gradient from the loop that is not divided as the "
+            "optimizer's state is: change the gradient that is there, as by parameter.grad.mul_(factor), or make the new one of "
+            "it, as by torch.zeros_like(parameter.grad)."
+        )
 
 
 @dataclass
@@ -65,6 +107,7 @@ class OptimizerPieces:
         mesh: The mesh of all workers.
         is_divided: Whether each data-parallel rank updates some rows only.
         is_averaged: Whether something else, such as DDP, averages the gradients over the copies of the model.
+        is_early: Whether gradients may be collected during the backward pass.
 
     Attributes:
         is_collecting: Whether gradients are collected during the backward pass, as soon as those of a bucket are there. The
@@ -72,7 +115,13 @@ class OptimizerPieces:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, *, is_divided: bool, is_averaged: bool = False
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: DeviceMesh,
+        *,
+        is_divided: bool,
+        is_averaged: bool = False,
+        is_early: bool = True,
     ) -> None:
         self._mesh = mesh
         self._group = mesh["dp"].get_group()
@@ -85,7 +134,7 @@ class OptimizerPieces:
         self.is_collecting = False
         for parameter in reversed(parameters):  # about the order in which their gradients come
             self._add(parameter)
-        if is_divided or self._averages:
+        if is_early and (is_divided or self._averages):
             for number, bucket in enumerate(self._buckets):
                 for part in bucket.parts:
                     part.parameter.register_post_accumulate_grad_hook(_make_hook(weakref.ref(self), number))  # type: ignore[no-untyped-call]
@@ -106,6 +155,11 @@ class OptimizerPieces:
         for bucket in self._buckets:
             bucket.num_ready = 0
 
+    def average_gradients(self) -> None:
+        """Average the gradients of the parameters over the copies of the model, whole, and leave them at the parameters."""
+        for bucket in self._buckets:
+            self._average(bucket)
+
     def update_parameters(self) -> None:
         """Set the parameters to what the optimizer has made of the pieces."""
         for bucket in self._buckets:
@@ -123,11 +177,24 @@ class OptimizerPieces:
                     own = self._own(_local(part.parameter), part.parameter, self._rank)
                     _local(part.piece).copy_(own)
 
+    def show_gradients(self) -> None:
+        """Make the gradients of the pieces those of their parameters, for the loop to read and to change."""
+        for part in self._parts():
+            part.show()
+
+    def hold_gradients(self) -> None:
+        """Take the gradients back from the parameters, as the loop has changed them.
+
+        Raises:
+            UsageError: The loop has set a gradient that is not divided as the pieces are.
+        """
+        for part in self._parts():
+            part.hold()
+
     def drop_gradients(self) -> None:
         """Forget the gradients of the parameters and of the pieces."""
         for part in self._parts():
-            part.parameter.grad = None
-            part.piece.grad = None
+            part.parameter.grad = part.piece.grad = part.shown = None
 
     def _on_gradient(self, number: int) -> None:
         """Count a gradient of a bucket, and collect the buckets whose gradients are all there."""
@@ -204,20 +271,38 @@ class OptimizerPieces:
         self._copy_gradients(bucket)
 
     def _average(self, bucket: _Bucket) -> None:
-        for part in bucket.parts:
-            if part.parameter.grad is None:  # other ranks may have used the parameter
-                part.parameter.grad = torch.zeros_like(part.parameter)
-        gradients = [_local(part.parameter.grad) for part in bucket.parts if part.parameter.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        """Average the gradients over the ranks. Ranks that have not used a parameter count as zeros, if any has."""
+        first = _local(bucket.parts[0].parameter)
+        is_used = [part.parameter.grad is not None for part in bucket.parts]
+        gradients = [
+            _local(part.parameter if part.parameter.grad is None else part.parameter.grad) for part in bucket.parts
+        ]
+        flat = torch.cat(
+            [
+                each.reshape(-1) if has else torch.zeros(each.numel(), dtype=each.dtype, device=each.device)
+                for each, has in zip(gradients, is_used, strict=True)
+            ]
+            + [_flags(is_used, first.dtype, first.device)]
+        )
         dist.all_reduce(flat, group=self._group)
+        num_used = flat[-len(is_used) :].clone()
         flat /= self._mesh["dp"].size()
-        for gradient, averaged in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
-            gradient.copy_(averaged.view(gradient.shape))
+        used_somewhere = _are_used(is_used, num_used)
+        sizes = [each.numel() for each in gradients]
+        for number, averaged in enumerate(torch.split(flat[: -len(is_used)], sizes)):
+            parameter = bucket.parts[number].parameter
+            if is_used[number]:
+                gradients[number].copy_(averaged.view(gradients[number].shape))
+            elif used_somewhere[number]:
+                parameter.grad = _like(parameter, averaged.view(_local(parameter).shape).clone())
 
     def _reduce_scatter(self, bucket: _Bucket) -> None:
-        first = _local(bucket.parts[0].parameter)
+        first, num_parts = _local(bucket.parts[0].parameter), len(bucket.parts)
         dtype = torch.float32 if first.dtype.itemsize < 4 else first.dtype
-        sent = torch.zeros(self._num_ranks, bucket.row, dtype=dtype, device=first.device)
+        is_used = [part.parameter.grad is not None for part in bucket.parts]
+        # Each rank's row ends with which gradients there are: their sum says how many ranks have one.
+        sent = torch.zeros(self._num_ranks, bucket.row + num_parts, dtype=dtype, device=first.device)
+        sent[:, bucket.row :] = _flags(is_used, dtype, first.device)
         for part in bucket.parts:
             gradient = part.parameter.grad
             if gradient is None:
@@ -231,8 +316,12 @@ class OptimizerPieces:
         if self._num_ranks > 1:
             received = torch.empty_like(sent[0])
             _reduce_scatter(received, sent.view(-1), group=self._group)
+        used_somewhere = _are_used(is_used, received[bucket.row :])
+        if self._num_ranks > 1:
             received /= self._num_ranks
-        for part in bucket.parts:
+        for part, is_there in zip(bucket.parts, used_somewhere, strict=True):
+            if not is_there:
+                continue
             local = _local(part.piece)
             piece = received[part.offset : part.offset + local.numel()].view(local.shape)
             if part.piece.grad is None:
@@ -244,7 +333,8 @@ class OptimizerPieces:
         for part in bucket.parts:
             if part.piece is part.parameter or part.parameter.grad is None:
                 continue
-            part.piece.grad = _like(part.piece, _local(part.parameter.grad).to(part.piece.dtype))
+            gradient = _like(part.piece, _local(part.parameter.grad).to(part.piece.dtype))
+            part.piece.grad = gradient if part.piece.grad is None else part.piece.grad.add_(gradient)
             part.parameter.grad = None
 
     def _all_gather(self, bucket: _Bucket) -> None:
@@ -269,6 +359,17 @@ def _make_hook(pieces: weakref.ref[OptimizerPieces], number: int) -> Callable[[t
             found._on_gradient(number)
 
     return on_gradient
+
+
+def _flags(is_used: list[bool], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if all(is_used):
+        return torch.ones(len(is_used), dtype=dtype, device=device)  # no copy to the device
+    return torch.tensor(is_used, dtype=dtype, device=device)
+
+
+def _are_used(is_used: list[bool], num_ranks_using: torch.Tensor) -> list[bool]:
+    """Return which parameters any rank has used; the device is asked only if this rank has not used them all."""
+    return is_used if all(is_used) else [number > 0 for number in num_ranks_using.tolist()]
 
 
 def _place_gradient(parameter: nn.Parameter) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -80,6 +80,9 @@ class LossScale:
 
     Args:
         is_enabled: False: the scale is 1 and stays.
+
+    Attributes:
+        is_searched: The scale is not that of a checkpoint or of the user, so that the first backward pass may find a better one.
     """
 
     GROWTH = 2.0
@@ -91,6 +94,7 @@ class LossScale:
     def __init__(self, is_enabled: bool, scale: float = 2.0**16) -> None:
         self.is_enabled = is_enabled
         self.scale = scale if is_enabled else 1.0
+        self.is_searched = is_enabled and scale == 2.0**16
         self._num_finite = 0
 
     def update(self, *, overflowed: bool) -> None:
@@ -122,4 +126,18 @@ class LossScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a scale, if it is enabled here and was where it was saved."""
         if self.is_enabled and state:
-            self.scale, self._num_finite = state["scale"], state["num_finite"]
+            self.scale, self._num_finite, self.is_searched = state["scale"], state["num_finite"], False
+
+    def search(self, overflows: Callable[[], bool | None]) -> None:
+        """Halve the first scale until gradients do not overflow, so that no step is lost for it.
+
+        Args:
+            overflows: Computes gradients with the scale that there is; returns whether one of any rank is infinite or NaN, or
+                None if they cannot be computed.
+        """
+        self.is_searched = False
+        first = self.scale
+        while (found := overflows()) and self.scale > self.MINIMUM:
+            self.scale *= self.BACKOFF
+        if found is not False:  # another scale does not help, or is not known: steps are skipped
+            self.scale = first

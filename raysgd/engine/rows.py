@@ -84,15 +84,21 @@ class FollowedLoader(PreparedLoader):
     Args:
         prepared: The loader.
         on_batch: Called before each batch, with the number of its rows that count on this rank, and whether it is the last one.
+        on_end: Called when the loop over the loader has ended, or was left.
         keeps_repeated: False: rows that it would repeat are left out. A batch that only repeats rows is handed out all the
             same, since all ranks make equally many steps; it counts no row.
     """
 
     def __init__(
-        self, prepared: PreparedLoader, on_batch: Callable[[int, bool], None], *, keeps_repeated: bool
+        self,
+        prepared: PreparedLoader,
+        on_batch: Callable[[int, bool], None],
+        *,
+        on_end: Callable[[], None] = lambda: None,
+        keeps_repeated: bool,
     ) -> None:
         vars(self).update(vars(prepared))
-        self._on_batch = on_batch
+        self._on_batch, self._on_end = on_batch, on_end
         self._places = None if keeps_repeated else RowPlaces(prepared)
 
     def __iter__(self) -> Iterator[Any]:
@@ -103,14 +109,17 @@ class FollowedLoader(PreparedLoader):
 
     def _follow(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
         rows_before = number * (0 if self._places is None else self._places.batch_size)
-        for batch, is_last in self._with_ends(batches, number):
-            num_own = rows = count_rows(batch)
-            if self._places is not None:
-                num_own = self._places.num_own(number, rows_before, rows)
-                batch = take_rows(batch, num_own or rows)
-            self._on_batch(num_own, is_last)
-            yield batch
-            number, rows_before = number + 1, rows_before + rows
+        try:
+            for batch, is_last in self._with_ends(batches, number):
+                num_own = rows = count_rows(batch)
+                if self._places is not None:
+                    num_own = self._places.num_own(number, rows_before, rows)
+                    batch = take_rows(batch, num_own or rows)
+                self._on_batch(num_own, is_last)
+                yield batch
+                number, rows_before = number + 1, rows_before + rows
+        finally:
+            self._on_end()
 
     def _with_ends(self, batches: Iterator[Any], number: int) -> Iterator[tuple[Any, bool]]:
         """Yield batches from ``number`` on, and whether each is the last one."""

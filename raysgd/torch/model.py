@@ -191,6 +191,14 @@ class DistributedModel(DistributedDataParallel):
         """Return the inner model, which is saved in a checkpoint and returned from train_func."""
         return cast(nn.Module, self.module)
 
+    def average_trained(self) -> None:
+        """Average the gradients of the parameters that require one now: some were frozen, or unfrozen. All ranks call it."""
+        parameters, are_sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+        self._ddp_init_helper(parameters, are_sparse, names, self.static_graph)  # type: ignore[no-untyped-call]
+        for hook, state in self._comm_hooks:
+            dist._register_comm_hook(self.reducer, state, hook)  # type: ignore[attr-defined]
+
     def _sync_buffers(self) -> None:
         with self._waiting:
             super()._sync_buffers()  # type: ignore[no-untyped-call]

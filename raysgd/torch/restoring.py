@@ -51,7 +51,7 @@ def _restore(saved: Any, into: Any, place: str) -> None:
     elif isinstance(into, nn.Module):
         _load_module(saved, into, place)
     elif hasattr(into, "param_groups") and hasattr(into, "load_state_dict"):
-        into.load_state_dict(_optimizer_state(saved, into, place))
+        into.load_state_dict(place_optimizer_state(saved, into, place))
     elif hasattr(into, "load_state_dict"):
         into.load_state_dict(saved)
     else:
@@ -157,10 +157,29 @@ def _loads_plainly(module: nn.Module) -> bool:
             *(getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()),
         )
     ]
-    return all((getattr(function, "__module__", None) or "").startswith("torch.") for function in functions)
+    known = ("torch.", "raysgd.")
+    return all((getattr(function, "__module__", None) or "").startswith(known) for function in functions)
 
 
-def _optimizer_state(saved: Any, optimizer: Any, place: str) -> Any:
+def place_state(module: nn.Module, state: dict[str, Any], prefix: str = "") -> None:
+    """Change a state dict so that a module can load it: tensors lie where the module's own do.
+
+    Args:
+        module: Its parameters may be distributed.
+        state: Changed in place; tensors, DTensors or saved arrays by name. Names that the module does not have stay.
+        prefix: What the names begin with.
+    """
+    held = _held_tensors(module)
+    for key, value in state.items():
+        target = held.get(key.removeprefix(prefix))
+        if target is None or not isinstance(value, (SavedArray, torch.Tensor)):
+            continue
+        if isinstance(value, SavedArray) or is_dtensor(value) != is_dtensor(target):
+            value = value.full_tensor() if is_dtensor(value) else value  # type: ignore[union-attr]
+            state[key] = _placed(value, target, f"state[{key!r}]")
+
+
+def place_optimizer_state(saved: Any, optimizer: Any, place: str) -> Any:
     """Return a state dict for the optimizer: state of a parameter's shape lies where the parameter does."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_number = dict(enumerate(parameters))

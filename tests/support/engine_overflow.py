@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -28,6 +28,19 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradients[0] * ctx.factor, None
+
+
+def _overflow_in(gradients: Any, is_on: Callable[[], bool]) -> None:
+    """Make a gradient overflow while it is divided over the ranks."""
+    finish = gradients._finish
+
+    def overflowing(*, undo: bool = False) -> None:
+        if is_on() and not undo:
+            local = (getattr(each, "_local_tensor", each) for each in reversed(gradients._gradients()))
+            next(each for each in local if each.numel()).view(-1)[:1] = torch.inf
+        finish(undo=undo)
+
+    gradients._finish = overflowing
 
 
 def schedule(optimizer: Any) -> Any:
@@ -60,6 +73,7 @@ def train(
         model, optimizer, scheduler, _, _ = engine.compose(
             model=model, optimizer=language_optimizer(model), lr_scheduler_fn=schedule
         )
+        _overflow_in(engine._step, lambda: where == "gradient" and step in overflows and rank == size - 1)
         model.train()
         losses, rates = [], []
         copies, copy = raysgd.data_parallel_size(), raysgd.data_parallel_rank()
@@ -69,10 +83,6 @@ def train(
             own = slice(num_rows * copy // copies, num_rows * (copy + 1) // copies)
             loss = model(**{key: value[own] for key, value in whole.items()}).loss
             engine.backward(loss)
-            if where == "gradient" and step in overflows and rank == size - 1:
-                updated = reversed(optimizer.param_groups[0]["params"])
-                gradient = next(one.grad for one in updated if one.grad is not None and one.grad.numel())
-                getattr(gradient, "_local_tensor", gradient).view(-1)[:1] = torch.inf
             if scheduler_first:
                 scheduler.step()
             optimizer.step()

@@ -162,6 +162,7 @@ def test_help_has_a_text_for_every_field() -> None:
         "--engine.cpu-offload",
         "--engine.sequence-parallel",
         "--engine.fused-optimizer",
+        "--engine.find-unused-parameters",
         "--engine.weighted-gradients",
     ]
 
