@@ -7,7 +7,7 @@ stages "P_os" and "P_os+g" of ZeRO (Rajbhandari et al., arXiv 1910.02054), and t
 (Micikevicius et al., arXiv 1710.03740).
 
 Between a backward pass and the optimizer's step, the gradient of a piece is also that of its parameter: what the loop reads and
-changes there is what the optimizer uses. See doc/design/0041-gradients-of-the-loop.md.
+changes there is what the optimizer uses. See doc/design/0042-gradients-of-the-loop.md.
 """
 
 from __future__ import annotations

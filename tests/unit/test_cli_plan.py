@@ -147,7 +147,10 @@ def test_training_of_a_file_is_planned(run: Run) -> None:
         (["-f", "job.yaml", "--max_epoch", "2"], "max_epoch: there is no such field (did you mean 'max_epochs'?)"),
         (["-f", "job.yaml", "--jsn"], "--jsn is neither a flag nor a field (did you mean '--json'?)"),
         (["-f", "job.yaml", "--allow-import", "torch"], "models_of_plan.Line may not be imported"),
-        (["-f", "job.yaml", "--engine.memory_per_device", "100"], "engine: memory_per_device=100 is less than a megabyte"),
+        (
+            ["-f", "job.yaml", "--engine.memory_per_device", "100"],
+            "engine: memory_per_device=100 is less than a megabyte",
+        ),
         (["-f", "job.yaml", "--dataset.train_args.size", "0"], "the training data has no row"),
     ],
 )
