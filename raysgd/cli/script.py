@@ -231,11 +231,11 @@ def _as_main(path: str, argv: list[str], search: str, module: str | None) -> Ite
 
     As a ``module`` of a package it can import relatively, and its package is imported first.
     """
-    main = ModuleType("__main__")
+    main, loader = ModuleType("__main__"), importlib.machinery.SourceFileLoader("__main__", path)
     main.__dict__.update(
         __file__=path,
         __builtins__=builtins,
-        __loader__=importlib.machinery.SourceFileLoader("__main__", path),
+        __loader__=loader,
         __cached__=None,
     )
     saved_main, saved_argv, saved_path = sys.modules.get("__main__"), list(sys.argv), list(sys.path)
@@ -246,7 +246,7 @@ def _as_main(path: str, argv: list[str], search: str, module: str | None) -> Ite
     try:
         if module is not None:
             package = module.rpartition(".")[0]
-            spec = importlib.machinery.ModuleSpec(module, main.__loader__, origin=path)
+            spec = importlib.machinery.ModuleSpec(module, loader, origin=path)
             main.__dict__.update(__package__=package, __spec__=spec)
             if package:
                 importlib.import_module(package)

@@ -13,6 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from raysgd.data.dataset import WorkerDatasets
 from raysgd.data.plan import DatasetPlan, Source
@@ -152,6 +153,18 @@ def test_rows_with_gaps_have_the_type_of_all_rows() -> None:
             ConfigError, match=r"column 'c' of dataset 'd' has the integer \d+ in row 0 and a type that cannot"
         ):
             shard_of(rows)
+
+
+def test_features_whose_common_type_rounds_integers_are_refused() -> None:
+    table = pa.table({"id": [2**24 + 1, 2], "score": pa.array([0.5, 1.5], pa.float32()), "label": [0, 1]})
+    with pytest.raises(
+        ConfigError, match=r"column 'id' of dataset 'd' has integers above 16777216, which torch.float32, the"
+    ):
+        list(shard_of(table).to_torch(2, label_column="label"))
+    ((x, _),) = shard_of(table).to_torch(2, label_column="label", dtypes=torch.float64)
+    assert x.tolist() == [[2**24 + 1, 0.5], [2, 1.5]]
+    ((x, _),) = shard_of(table).to_torch(2, label_column="label", feature_columns=["id", "label"][:1])
+    assert x.tolist() == [2**24 + 1, 2]
 
 
 # -- blocks of a Ray dataset ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raysgd.data.batches.collating import Collator
-from raysgd.data.batches.values import LabelSplit, Origin, Path, empty_batch, stack_items
+from raysgd.data.batches.values import LabelSplit, Origin, Path, check_exact, empty_batch, stack_items
 from raysgd.data.order.epoch_order import Indices
 from raysgd.data.plan import check_columns
 from raysgd.data.reading.readers import Arrays, ItemReader, TableReader
@@ -104,11 +104,17 @@ class BatchReader:
             return conversion.finish(self.collate_fn(items), origin)
         if self.collate_fn is not None:
             return conversion.finish(self.collate_fn(reader.arrays(rows, self.columns)), origin)
+        arrays = conversion.read(reader, rows, self.columns)
         batch = {
             column: conversion.convert(array, self._dtype_of(column), origin, (column,))
-            for column, array in conversion.read(reader, rows, self.columns).items()
+            for column, array in arrays.items()
         }
-        return batch if origin.label_split is None else origin.label_split.split(batch, conversion.stack_columns)
+        if origin.label_split is None:
+            return batch
+        features, label = origin.label_split.split(batch, conversion.stack_columns)
+        if self.dtypes is None and len(origin.label_split.features) > 1:
+            check_exact(origin, {column: arrays[column] for column in origin.label_split.features}, features.dtype)
+        return features, label
 
     def _dtype_of(self, column: str) -> Any:
         return self.dtypes.get(column) if isinstance(self.dtypes, Mapping) else self.dtypes

@@ -19,6 +19,8 @@ from raysgd.errors import ConfigError
 _PLAIN = (type(None), bool, int, float, str, bytes)
 #: Kinds of NumPy dtypes that are not numbers: strings, objects, times.
 _NOT_NUMBERS = frozenset("SUOmM")
+#: Up to this number, a floating-point type holds all integers.
+_LARGEST_EXACT = {"float64": 2**53, "float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
 #: The keys and indices that lead to a value of a batch.
 Path = tuple[Any, ...]
 
@@ -97,6 +99,23 @@ class Origin:
         if self.kind == "items":
             return "Convert it to numbers, or leave it out, in collate_fn, which gets a list of rows."
         return "Convert it to numbers there, or leave it out."
+
+
+def check_exact(origin: Origin, arrays: Mapping[str, NDArray[Any]], dtype: Any) -> None:
+    """Check that the common type of stacked columns holds their integers.
+
+    Raises:
+        ConfigError: It would round one.
+    """
+    largest = _LARGEST_EXACT.get(getattr(dtype, "name", str(dtype).rpartition(".")[2]))
+    if largest is None:
+        return
+    for column, values in arrays.items():
+        if values.dtype.kind in "iu" and values.size and max(abs(int(values.min())), abs(int(values.max()))) > largest:
+            raise ConfigError(
+                f"{origin.describe((column,))} has integers above {largest}, which {dtype}, the common type of the features, "
+                "would round: give dtypes=..., or leave the column out with feature_columns=[...]."
+            )
 
 
 def to_device(batch: Any, device: Any) -> Any:
