@@ -51,6 +51,13 @@ checkpoint(model, x.requires_grad_(), use_reentrant=False).sum().backward()
 sharded = fully_shard(torch.nn.Linear(4, 2))
 sharded(x).sum().backward()
 torch.optim.SGD(sharded.parameters(), lr=0.1).step()
+
+import raysgd
+
+with raysgd.local():
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = raysgd.Engine(zero_stage=1)
+    made = engine.compose(model=model, optimizer=optimizer)
 dist.destroy_process_group()
 assert is_deferred(), "training has imported the compiler"
 assert {name for name in sys.modules if name.startswith("torch._dynamo.")} <= {"torch._dynamo.config"}

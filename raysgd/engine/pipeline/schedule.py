@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 
 from raysgd.engine.pipeline.stages import StageSplit, item_counter, read_model
@@ -261,6 +260,9 @@ class PipelineModel:
             return run
         while len(self._runs) >= _MAX_RUNS:  # each has buffers for its shapes
             del self._runs[next(iter(self._runs))]
+        # It imports torch's compiler, for which a model without stages would wait too.
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
         hidden = torch.empty(
             num_rows, length, self.split.hidden_size, dtype=dtype, device="meta", requires_grad=is_training
         )
