@@ -119,6 +119,7 @@ bench: $(HOROVOD)  ## Compare raysgd with Ray Train and others; results go to do
 	@$(BIN)/python benchmarks/engine.py
 	@$(BIN)/python benchmarks/pipeline.py
 	@$(BIN)/python benchmarks/logical.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/declarative.py
 
 # Their figures say nothing. Not in `make test-all`: nearly all of their time is the start of processes.
 bench-check: $(HOROVOD)  ## Run the large benchmarks as briefly as possible: do they work? (15 minutes)

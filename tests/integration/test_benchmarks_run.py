@@ -158,6 +158,14 @@ def test_logical_workers_are_compared_with_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmark
+def test_training_by_a_file_is_compared_with_a_loop_by_hand(tmp_path: Path) -> None:
+    document = run("declarative.py", output=tmp_path, file="declarative.json")
+    assert set(document["steps"]) == {"by_hand", "by_hand_again", "declared"}
+    assert all(each > 0 for taken in document["steps"].values() for each in taken)
+    assert "| mlp |" in (tmp_path / "declarative.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.benchmark
 def test_pipeline_is_compared_with_a_loop_by_hand(tmp_path: Path) -> None:
     pytest.importorskip("optax", reason="optax is not installed: pip install raysgd[pipeline]")
     document = run("pipeline.py", output=tmp_path, file="pipeline.json")

@@ -17,7 +17,7 @@ from raysgd.declarative.reading import args_of, as_values, merge
 from raysgd.declarative.strategies import engine_fields
 from raysgd.declarative.values import Importer
 from raysgd.engine.config import EngineConfig
-from raysgd.testing import check_history
+from raysgd.testing import FaultPlan, Kill, check_history
 from support import command
 from support.engine_models import batch, build
 from support.poll import until
@@ -144,6 +144,54 @@ def test_four_epochs_equal_two_and_two_to_the_bit(tmp_path: Path, engine: dict[s
         _, merged = run(**{"checkpoint.save_type": "merged", "max_train_steps": STEPS})
         sharded, _ = run(resume_from=merged)
         assert sharded["finished_train_steps"] == 4 * STEPS
+
+
+#: The models that the fields of a YAML file make, and their data.
+FILES = {
+    "gpt2": """
+model:
+  type: support.declared.Gpt2
+  args:
+    config: {__type: transformers.GPT2Config, n_layer: 2, n_head: 2, n_embd: 16, vocab_size: 64, n_positions: 12}
+dataset: {type: support.declared.Tokens, train_args: {size: 24, length: 12}, val_args: {size: 5, length: 12}}
+""",
+    "convolutional": """
+model: {type: support.declared.ConvNet, args: {channels: 4}}
+dataset: {type: support.declared.Images, train_args: {size: 24}, val_args: {size: 5}}
+""",
+    "mlp": """
+model: {type: support.declared.MLP, args: {dim: 4, nlayers: 3, dropout: 0.1}}
+dataset: {type: support.declared.SimpleDataset, train_args: {dim: 4, size: 24, noise: torch}, val_args: {dim: 4, size: 5}}
+""",
+}
+SETTINGS = """
+compute_config: {runtime_ngpus: 2, use_end2end: true}
+optimizer: {type: torch.optim.AdamW, args: {lr: 1e-2}}
+lr_scheduler: {type: torch.optim.lr_scheduler.StepLR, args: {step_size: 2, gamma: 0.5}, interval: step}
+micro_batch_size: 2
+global_batch_size: 8
+max_epochs: 3
+seed: 5
+checkpoint: {every_n_train_steps: 2}
+"""
+
+
+def test_killed_training_of_a_file_ends_with_the_same_weights(tmp_path: Path) -> None:
+    retries = raysgd.FailureConfig(max_failures=1)
+    with make_trainer(tmp_path, 2, "torch", seed=5, failure_config=retries) as trainer:
+        for name, text in FILES.items():
+            path = tmp_path / f"{name}.yaml"
+            path.write_text(text + SETTINGS)
+            values = as_values(load_args(path))
+            ends = []
+            for plan in (None, FaultPlan([Kill(rank=1, step=6)])):  # in the second epoch, a step after a checkpoint
+                training = training_of(values)
+                wrapped = training if plan is None else plan.wrap(training)
+                found = trainer.run(wrapped, values, callbacks=quiet())
+                ends.append((found["finished_train_steps"], trainer.get_last_checkpoint().load()["model"]))
+            (steps, whole), (steps_after_kill, resumed) = ends
+            assert (steps, steps_after_kill) == (9, 9), name
+            _assert_same(whole, resumed)
 
 
 def _assert_same(one: Any, other: Any) -> None:

@@ -60,6 +60,57 @@ class SimpleDataset(Dataset[dict[str, torch.Tensor]]):
         return {"data": self.data[place] + draws[self.noise](), "target": self.target[place]}
 
 
+class Gpt2(nn.Module):
+    """A GPT-2 of transformers that takes a batch as one argument."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers import GPT2LMHeadModel
+
+        super().__init__()
+        self.model = GPT2LMHeadModel(config)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> Any:
+        return self.model(**batch)
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, size: int, length: int) -> None:
+        self.ids = torch.randint(64, (size, length), generator=torch.Generator().manual_seed(size))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[place], "labels": self.ids[place]}
+
+
+class ConvNet(nn.Module):
+    """A convolutional network with batch normalization, whose statistics are state, too."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, channels, 3), nn.BatchNorm2d(channels), nn.ReLU(), nn.Dropout(0.2), nn.Flatten()
+        )
+        self.head = nn.Linear(channels * 36, 10)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(batch["image"])), batch["label"])
+
+
+class Images(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(size)
+        self.images = torch.rand(size, 1, 8, 8, generator=generator)
+        self.labels = torch.randint(10, (size,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        return {"image": self.images[place], "label": self.labels[place]}
+
+
 class Mean(nn.Module):
     """Its loss is the mean of a batch's rows plus a weight; ``scale`` is not trained."""
 
