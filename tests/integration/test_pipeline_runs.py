@@ -450,7 +450,8 @@ def test_template_of_redco_runs_with_every_keyword_on_one_and_four_workers(ray_c
         folder.mkdir()
         done = run_template(ray_cluster, folder, workers, "rougeL")
         assert done.returncode == 0, done.stderr[-4000:]
-        found.append(json.loads(done.stdout.splitlines()[-1]))
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"history"')]  # workers print, too
+        found.append(json.loads(line))
         assert json.loads((folder / "work" / "evaluations" / "epoch_3" / "outputs.json").read_text())[0].keys() == {
             "example",
             "pred",
