@@ -27,7 +27,7 @@ from raysgd.torch.model import DistributedModel, unwrap
 
 
 class StepGradients:
-    """What becomes of gradients in the passes of a step, and before the optimizer uses them.
+    """Collects the gradients of a step over its backward passes, and shares them with the loop until the optimizer uses them.
 
     Args:
         config: The strategies.
