@@ -27,7 +27,7 @@ from raysgd.torch.model import DistributedModel, unwrap
 
 
 class StepGradients:
-    """What becomes of gradients in the passes of a step, and before the optimizer uses them.
+    """Collects the gradients of a step over its backward passes, and shares them with the loop until the optimizer uses them.
 
     Args:
         config: The strategies.
@@ -101,7 +101,7 @@ class StepGradients:
         if self._made.use is not None:
             self._made.use.begin_pass(is_first=self._accumulation.is_first_pass)
         will_complete = self._accumulation.will_complete
-        if pieces is not None:
+        if pieces is not None and self._made.pipeline is None:  # a pipeline makes several backward passes
             pieces.is_collecting = self._config.zero_stage == 2 or will_complete
         if isinstance(self._model, DistributedModel):
             # DDP averages in the first backward pass after a forward pass that was made for that.
