@@ -27,6 +27,8 @@ _REFERENCE = re.compile(r"\$\(([\w.-]+)\)")
 #: Fields that are settings of raysgd, not arguments of components, whose texts are guessed when these are made.
 _SETTINGS = (("trainer",), ("engine",), ("search",), ("compute_config", "pas_config"))
 COMMAND_LINE = "the command line"
+#: A few lines of aliases can stand for billions of values.
+_MAX_VALUES = 100_000
 #: The functions of ``ray.tune`` that make the space of a search.
 SPACES = (
     "choice", "uniform", "quniform", "loguniform", "qloguniform", "randn", "randint", "lograndint", "grid_search",
@@ -69,6 +71,10 @@ class Tree:
             mark = getattr(error, "problem_mark", None)
             line = "" if mark is None else f", line {mark.line + 1}"
             raise ConfigError(f"{name}{line}: {getattr(error, 'problem', None) or error}.") from None
+        except RecursionError:
+            raise ConfigError(
+                f"{name}: values are nested too deeply to be read; write them with fewer levels."
+            ) from None
         finally:
             loader.dispose()
         tree = cls()
@@ -304,6 +310,10 @@ class _Reader:
     def read(self, node: yaml.Node, path: _Path) -> Any:
         line = f"{self._name}, line {node.start_mark.line + 1}"
         self._places.setdefault(path, line)
+        if len(self._places) > _MAX_VALUES:
+            raise ConfigError(
+                f"{line}: the file has more than {_MAX_VALUES:,} values, as aliases repeat theirs; write fewer."
+            )
         if any(node is each for each in self._open):
             raise ConfigError(f"{line}: the value contains itself.")
         self._open.append(node)

@@ -294,6 +294,18 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         load_args(tmp_path / "list.yaml")
 
 
+def test_a_file_of_endless_aliases_or_levels_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"job\.yaml, line .*: the file has more than 100,000 values"):
+        load_args(path)
+    path.write_text("a: " + "[" * 3000 + "]" * 3000)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_args(path)
+
+
 def test_references_give_the_value_with_its_type() -> None:
     values = {**SMALL, "micro_batch_size": "$(dataset.train_args.size)", "instance_name": "of-$(max_epochs)"}
     args = args_of(values)
