@@ -138,6 +138,31 @@ def test_first_fp16_scale_is_searched_so_that_no_step_is_lost() -> None:
     assert not torch.equal(model.last.weight, before["last.weight"])
 
 
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_loop_of_accelerate_clips_sums_of_passes_in_fp16(zero_stage: int) -> None:
+    def train(model: Any, optimizer: Any, criterion: nn.Module) -> torch.Tensor:
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+        for number in range(4):
+            optimizer.zero_grad()
+            for _ in range(2):
+                criterion(model(x + number), torch.zeros(4, 1)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            optimizer.step()
+        return whole(model.state_dict())["first.weight"]
+
+    criterion, plain, model = nn.MSELoss(), Net(), Net()
+    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.5), criterion)
+    model, optimizer = raysgd.accelerate(
+        model,
+        criterion,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        mixed_precision="fp16",
+        zero_stage=zero_stage,
+        loss_scale=256.0,
+    )
+    assert torch.allclose(train(model, optimizer, criterion), expected, atol=2e-3)
+
+
 # -- batches -------------------------------------------------------------------------------------------------------------
 
 
