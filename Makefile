@@ -33,7 +33,7 @@ HOROVOD := $(VENV)/horovod.stamp
 DOC := $(VENV)/doc.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-rest test-all nightly slow schedules alone soak matrix lint format gpu bench bench-check bench-quick doc wheel horovod browser pin clean
+.PHONY: help train quick test test-rest test-all nightly slow schedules loops alone soak matrix lint format gpu bench bench-check bench-quick doc wheel horovod browser pin clean
 # One target at a time: they share the environment, and tests and benchmarks need the machine to themselves.
 .NOTPARALLEL:
 
@@ -82,8 +82,10 @@ alone: $(HOROVOD)  ## The tests that measure time: nothing else may run on the m
 
 schedules: $(TEST)  ## Ten thousand schedules of a run, without processes (a minute)
 	@RAYSGD_SCHEDULES=10000 $(BIN)/python -m pytest -q -n $(JOBS) tests/unit/test_controller_fuzz.py $(ARGS)
-	@echo "tests: a thousand loops with the engine"
-	@RAYSGD_LOOPS=1000 $(BIN)/python -m pytest -q tests/integration/test_engine_loops.py $(ARGS)
+
+# With another seed each night.
+loops: $(TEST)  ## A thousand loops of users with the engine, against the plain loop
+	@RAYSGD_LOOPS=1000 RAYSGD_LOOPS_SEED=$(BEGAN) $(BIN)/python -m pytest -q tests/integration/test_engine_loops.py $(ARGS)
 
 soak: $(HOROVOD)  ## Kill and stop the processes of real runs at random times, and check what they leave (SOAK_S=1200 seconds)
 	@RAYSGD_FUZZ_S=$$(($(SOAK_S) / 4)) $(BIN)/python -m pytest -n0 -s -o timeout=0 tests/fault/test_process_fuzz.py $(ARGS)

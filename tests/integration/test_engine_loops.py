@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -16,9 +15,9 @@ from support.torch_ranks import RankGroup
 
 pytestmark = pytest.mark.timeout(300)
 
-#: Loops that are drawn: 50 take some seconds. A nightly run takes 1000.
+#: Loops that are drawn: the gate takes 50, `make nightly` 1000 with another seed.
 NUM_LOOPS = int(os.environ.get("RAYSGD_LOOPS", 50))
-SEED = int(os.environ.get("RAYSGD_LOOPS_SEED", random.randrange(10**6)))
+SEED = int(os.environ.get("RAYSGD_LOOPS_SEED", 1))
 
 
 @pytest.fixture(scope="module")

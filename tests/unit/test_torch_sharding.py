@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
-    DistributedSampler,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -136,14 +135,6 @@ def test_custom_batch_sampler_is_split_by_batches() -> None:
 
     each = shards(lambda: Buckets(SequentialSampler(range(7)), 2, False), 2)
     assert each == [[[0, 1], [4, 5]], [[2, 3], [6]]]
-
-
-def test_distributed_sampler_is_not_split_again() -> None:
-    sampler = DistributedSampler(range(10), num_replicas=2, rank=0)
-    batches = BatchSampler(sampler, 2, False)
-    shard = Shard(0, 2, 0)
-    assert shard.split(sampler, drop_last=False) is sampler
-    assert shard.split(batches, drop_last=False) is batches
 
 
 def test_sampler_without_length_is_read_on_demand() -> None:
