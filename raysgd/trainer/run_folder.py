@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,7 @@ _Rows = dict[tuple[int, int], dict[str, Any]]
 
 @dataclass(frozen=True, repr=False)
 class LoadedRun:
-    """The contents of a run's folder. It prints as a short summary, in a notebook with curves.
+    """The contents of a run's folder. It prints as a short summary, in a notebook with the page of the run.
 
     Attributes:
         run_dir: The folder.
@@ -69,7 +70,11 @@ class LoadedRun:
         return self._summary().text()
 
     def _repr_html_(self) -> str:
-        return self._summary().html()
+        """Return the summary, and below it the page of the run: curves and timeline."""
+        page = importlib.import_module(
+            "raysgd.viewer.page"
+        )  # of a higher layer, which reads runs by themselves: no cycle
+        return f"{self._summary().html()}{page.write_frame(self.run_dir)}"
 
     def _summary(self) -> RunSummary:
         return summarize(self.run_dir, self.metrics, self.events, self.description, len(self.checkpoints), self.outcome)

@@ -271,7 +271,7 @@ class Trainer:
         """
         self._runs.check_idle()
         self._class_api.check_no_instances()
-        # The one import of a higher layer, which imports Ray Tune. It uses spec and runs, never this module: no cycle.
+        # An import of a higher layer, which imports Ray Tune. It uses spec and runs, never this module: no cycle.
         integration = importlib.import_module("raysgd.tune_integration.trainable")
         trainable = integration.make_trainable(
             self._spec,

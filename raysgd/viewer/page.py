@@ -13,11 +13,14 @@ import functools
 import hashlib
 import html
 import json
+import os
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
 
 from raysgd._version import __version__
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.errors import RaySGDError
 from raysgd.viewer.run_data import RunData
 
 _BODY = """\
@@ -56,6 +59,8 @@ With the keyboard: + and - zoom, the arrow keys move, 0 shows all.</p>
 <footer class="soft small"><p>raysgd {version}. Curves: uPlot, MIT licence.</p></footer>
 """
 _MAX_TITLE = 120
+#: A notebook's file keeps the outputs of its cells.
+_MAX_FRAME_CHARACTERS = 4_000_000
 
 
 def write_file(runs: Sequence[RunData]) -> Iterator[str]:
@@ -85,6 +90,28 @@ def write_file(runs: Sequence[RunData]) -> Iterator[str]:
                 yield f'<script type="application/json" id="{column["ranks"]}">{_json(found)}</script>\n'
         yield f'<script type="application/json" data-run="{place}">{_json(answer)}</script>\n'
     yield _scripts()
+
+
+def write_frame(run_dir: str) -> str:
+    """Return the page of a run as an element of a notebook's output: curves and timeline.
+
+    Args:
+        run_dir: The run's folder. That of a run on object storage is not read again.
+
+    Returns:
+        A line with the command that writes the page, if the page is too large for a notebook; nothing, if the run's files are
+        not on this machine.
+    """
+    if not os.path.isdir(run_dir):
+        return ""
+    try:
+        text = "".join(write_file([RunData(Storage.from_uri(run_dir))]))
+    except RaySGDError:
+        return ""
+    if len(text) > _MAX_FRAME_CHARACTERS:
+        return f"<p>Curves and timeline: <code>raysgd report {html.escape(run_dir)}</code></p>"
+    style = "width:100%;height:640px;border:1px solid #8884"
+    return f'<iframe sandbox="allow-scripts" style="{style}" title="Page of the run" srcdoc="{html.escape(text)}"></iframe>'
 
 
 def live_page(folder: str, token: str) -> str:

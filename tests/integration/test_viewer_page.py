@@ -104,6 +104,17 @@ def test_page_shows_a_failed_run_as_text(browser: Any, runs: Path, tmp_path: Pat
         assert tab.complaints == []
 
 
+def test_notebook_shows_curves_and_timeline_of_a_loaded_run(browser: Any, runs: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output.html"
+    output.write_text(f"<!doctype html><meta charset=utf-8>{raysgd.load_run(runs / 'failed')._repr_html_()}")
+    with opened(browser, output.as_uri()) as tab:
+        frame = tab.page.frame_locator("iframe")
+        frame.locator(".uplot canvas").first.wait_for()
+        assert frame.locator("#timeline svg .died").count() == 1
+        assert "failed" in tab.text("table caption") and "hunter2" not in tab.page.content()
+        assert tab.complaints == []
+
+
 def test_runs_are_compared_and_a_click_shows_one(browser: Any, runs: Path, tmp_path: Path) -> None:
     with opened(browser, write_page(tmp_path, runs / "failed", runs / "other")) as tab:
         tab.wait_for_curves(3)

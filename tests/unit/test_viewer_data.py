@@ -16,10 +16,10 @@ from raysgd.controller.frames import Frame
 from raysgd.controller.journal.tail import JournalTail
 from raysgd.errors import CheckpointNotFoundError
 from raysgd.trainer.run_folder import load_run
-from raysgd.viewer import run_data
+from raysgd.viewer import page, run_data
 from raysgd.viewer.catalog import Catalog
 from raysgd.viewer.columns import encode
-from raysgd.viewer.page import write_file
+from raysgd.viewer.page import write_file, write_frame
 from raysgd.viewer.run_data import RunData, as_texts
 from support.journals import STARTED, WrittenRun
 
@@ -357,3 +357,16 @@ def test_catalog_of_a_run_lists_that_run(tmp_path: Path) -> None:
     run.end("stopped")
     assert [found["state"] for found in Catalog(Storage.from_uri(run.path)).list_runs()] == ["stopped"]
     assert Catalog(Storage.from_uri(tmp_path / "missing")).list_runs() == []
+
+
+def test_large_page_is_left_out_of_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.begin_attempt([1])
+    run.report({"loss": 1.0})
+    run.end()
+    assert write_frame(str(tmp_path / "run")).startswith("<iframe ")
+    monkeypatch.setattr(page, "_MAX_FRAME_CHARACTERS", 1000)
+    assert write_frame(str(tmp_path / "run")) == (
+        f"<p>Curves and timeline: <code>raysgd report {tmp_path / 'run'}</code></p>"
+    )
+    assert write_frame(str(tmp_path / "missing")) == ""

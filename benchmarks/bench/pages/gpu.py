@@ -42,8 +42,7 @@ Measured before the repairs that followed from these figures, and to be measured
 _ENGINE = """\
 ## The engine
 
-Steps of a {model}, by hand and by `raysgd.engine`, on the same GPU. Target: at most {limit:g} of the step by hand. A star: before
-the repairs that followed.
+Steps of a {model}, by hand and by `raysgd.engine`, on the same GPU. Target: at most {limit:g} of the step by hand.
 
 {steps}
 {missed}
@@ -119,7 +118,7 @@ def _engine(document: Mapping[str, Any]) -> str:
 def _step(case: Mapping[str, Any]) -> tuple[str, ...]:
     by_hand, engine = case["by_hand_ms"], case["engine_ms"]
     return (
-        case["title"] + ("*" if case["before_repairs"] else ""),
+        case["title"],
         "-" if by_hand is None else f"{by_hand:g} ms",
         f"**{engine:g} ms**",
         "-" if by_hand is None else f"{engine / by_hand:.3f}",
