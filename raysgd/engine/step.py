@@ -207,7 +207,7 @@ class StepGradients:
     def _norm(self) -> torch.Tensor:
         """Return the norm of all gradients over all ranks."""
         counted = [each.grad for each in self._updated() if each.grad is not None and id(each) not in self._made.copied]
-        return global_norm(counted, self._mesh())
+        return global_norm(counted, self._mesh(), is_sharded=self._config.zero_stage > 0)
 
     def _trained(self) -> list[torch.Tensor]:
         """Return all tensors that may have gradients: the parameters of the model, and what the optimizer updates."""

@@ -109,7 +109,9 @@ def test_notebook_shows_curves_and_timeline_of_a_loaded_run(browser: Any, runs: 
     output.write_text(f"<!doctype html><meta charset=utf-8>{raysgd.load_run(runs / 'failed')._repr_html_()}")
     with opened(browser, output.as_uri()) as tab:
         frame = tab.page.frame_locator("iframe")
+        frame.locator("#charts .chart").first.scroll_into_view_if_needed()
         frame.locator(".uplot canvas").first.wait_for()
+        tab.take_picture(tmp_path / "output.png")
         assert frame.locator("#timeline svg .died").count() == 1
         assert "failed" in tab.text("table caption") and "hunter2" not in tab.page.content()
         assert tab.complaints == []
