@@ -160,6 +160,7 @@ class _LoopEngine(Engine):
             scalars = [each for each in model.parameters() if each.requires_grad and not each.ndim]
             if scalars:  # which FSDP leaves to the engine
                 self._made.pieces = OptimizerPieces(scalars, self.mesh, is_divided=False)
+                self._step.count_hooks()
         if isinstance(loss, nn.Module):
             loss.to(device())
             if (earlier := _scaling.pop(loss, None)) is not None:  # of an earlier call with the same criterion

@@ -63,11 +63,15 @@ class StepGradients:
         self._known_norm: torch.Tensor | None = None  # of gradients that the loop has not changed since, by `_versions`
         self._versions: list[tuple[int, int]] = []
         self._parameters = list(model.parameters())
-        self._num_hooks = [_count_hooks(each) for each in self._parameters]  # which are not the loop's
+        self.count_hooks()
         self._averaged = [each.requires_grad for each in self._parameters]  # by DDP
         self._is_averaged_late = False  # what this backward pass computes, after it
         is_fixed = api.world_size() > 1 and config.zero_stage < 3 and not isinstance(model, DistributedModel)
         self._frozen = [each for each in self._parameters if is_fixed and not each.requires_grad]
+
+    def count_hooks(self) -> None:
+        """Take the hooks that the parameters have now for the engine's; the loop's are those that come later."""
+        self._num_hooks = [_count_hooks(each) for each in self._parameters]
 
     def search_scale(self, loss: torch.Tensor, weight: float) -> None:
         """Find a first loss scale with which the gradients of a loss are finite, if that is left to the engine."""
