@@ -144,8 +144,19 @@ AREAS: dict[str, Area] = {
         (
             "docs/test_engine_examples.py",
             "fault/test_engine_*.py",
+            "integration/test_engine_doors.py",
+            "integration/test_engine_export.py",
+            "integration/test_engine_loops.py",
+            "integration/test_engine_runs.py",
+        ),
+    ),
+    "parallel": Area(
+        ("raysgd/engine/tensor_parallel", "raysgd/engine/pipeline", "raysgd/engine/planning"),
+        (
             "fault/test_model_parallel_groups.py",
-            "integration/test_engine_*.py",
+            "integration/test_engine_matrix.py",
+            "integration/test_engine_parallel.py",
+            "integration/test_engine_plan_*.py",
         ),
     ),
     "command": Area(
