@@ -109,7 +109,7 @@ class _Bucket:
 
 
 class OptimizerShards:
-    """What an optimizer updates in place of a model's parameters; here, all of each parameter.
+    """The tensors that an optimizer updates in place of a model's parameters; here, all of each parameter.
 
     Args:
         parameters: Those that the optimizer updates; plain tensors, or DTensors of tensor parallelism.
@@ -138,7 +138,7 @@ class OptimizerShards:
 
     @property
     def tensor_of(self) -> dict[nn.Parameter, torch.Tensor]:
-        """What the optimizer updates, by the parameters."""
+        """The tensors that the optimizer updates, by their parameters."""
         return {each.parameter: each.tensor for each in self._shards()}
 
     def collect_gradients(self) -> None:
