@@ -22,7 +22,7 @@ from raysgd.controller.machine.regrouping import (
     ScalingPolicy,
 )
 from raysgd.session import events as e
-from raysgd.testing.simulation import SimulatedRun, finish, kill, part, running, saved, uri_of
+from support.simulation import SimulatedRun, finish, kill, part, running, saved, uri_of
 
 
 def run_before_save_point(num_ranks: int = 2, **settings: Any) -> SimulatedRun:
