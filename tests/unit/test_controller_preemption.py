@@ -9,7 +9,8 @@ import pytest
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller.machine.lifecycle import GATHER_S
-from raysgd.controller.machine.regrouping import AGAIN_S, LEAVE_S, SETTLE_S
+from raysgd.controller.machine.regrouping import AGAIN_S, LEAVE_S
+from raysgd.controller.policies.scaling import SETTLE_S
 from raysgd.session import events as e
 from support.simulation import SimulatedRun, broken, failed, finish, running, saved, uri_of
 
