@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from raysgd.config import CheckpointConfig
+import pytest
+
+from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
+from raysgd.controller.machine.lifecycle import SAVE_POINT_GRACE_S
 from raysgd.controller.machine.regrouping import AGAIN_S, GROWS, REACH_S
 from raysgd.controller.policies.scaling import MIN_PAUSE_S, SETTLE_S
 from raysgd.session import events as e
@@ -182,6 +185,54 @@ def test_death_while_leaving_for_growth_is_not_a_failure() -> None:
     assert run.prepared_attempts[-1] == 2 and not run.keeps_size
 
 
+def leaving(num_ranks: int = 2, **settings: Any) -> SimulatedRun:
+    """Return a run whose ranks leave from a save point, so that the group can grow."""
+    run = run_before_save_point(num_ranks, **settings)
+    run.save()
+    reach(run)
+    run.commit()
+    assert ended(run) == [GROWS]
+    return run
+
+
+@pytest.mark.parametrize(("abort_grace_s", "patience_s"), [(2, SAVE_POINT_GRACE_S), (60, 60)])
+def test_rank_that_leaves_a_save_point_slowly_keeps_its_process(abort_grace_s: float, patience_s: float) -> None:
+    run = leaving(failure_config=FailureConfig(abort_grace_s=abort_grace_s))
+    run.leave(0, e.Ended())
+    run.advance(patience_s - 0.1)
+    assert run.killed_ranks == [] and run.prepared_attempts == [1]
+    run.leave(1, e.Ended())
+    assert run.prepared_attempts == [1, 2]
+    run.advance(1)
+    assert run.killed_ranks == []
+
+
+def test_rank_that_does_not_leave_a_save_point_is_killed_and_replaced() -> None:
+    run = leaving()
+    run.leave(0, e.Ended())
+    run.advance(SAVE_POINT_GRACE_S)
+    assert run.killed_ranks == [1]
+    run.end_stream(1, "killed")
+    assert run.prepared_attempts == [1, 2] and run.events("failure") == []
+
+
+def test_rank_that_hangs_at_a_save_point_is_killed_at_once() -> None:
+    run = leaving()
+    run.leave(0, e.Ended())
+    run.feed(c.WorkerHung(1, 1, "silent", "no heartbeat"))
+    assert run.killed_ranks == [1]
+    run.end_stream(1, "killed")
+    assert run.prepared_attempts == [1, 2] and run.events("failure") == []
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_end_of_a_run_does_not_wait_for_a_rank_that_leaves_a_save_point_slowly(cancel: bool) -> None:
+    run = leaving(failure_config=FailureConfig(abort_grace_s=2))
+    run.stop(cancel=cancel)
+    run.advance(2)
+    assert run.killed_ranks == [0, 1]
+
+
 def test_death_cancels_the_save_point() -> None:
     run = run_before_save_point()
     run.deliver(0, saved(), part())
@@ -200,6 +251,8 @@ def test_group_without_checkpoints_grows_at_once_if_the_backend_says_so() -> Non
     assert not ended(run)
     run.advance(SETTLE_S)
     assert ended(run) == [GROWS] and not run.num_save_points
+    run.advance(FailureConfig().abort_grace_s - 0.1)
+    assert run.killed_ranks == []
     for rank in range(2):
         run.leave(rank, e.Ended())
     assert run.prepared_attempts[1:] == [2] and not run.keeps_size

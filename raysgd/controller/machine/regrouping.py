@@ -222,6 +222,10 @@ class Preemption:
         delay_s = self._grace_s if within_s is None else max(0.0, within_s - LEAVE_S)
         self._emit(c.SetTimer("preemption", running.serial, delay_s))
 
+    def on_returned(self, *, saw_stop: bool) -> None:
+        """A rank returned from train_func. ``saw_stop``: it had found ``should_stop()`` true."""
+        self.saw_stop |= saw_stop
+
     def explains(self, ranks: Collection[int]) -> bool:
         """Return whether all of these ranks are preempted."""
         return bool(ranks) and self._ranks.issuperset(ranks)
@@ -258,9 +262,13 @@ class Pause:
         return _PAUSE_REASON if self.is_requested else None
 
     def request(self, running: Running | None) -> None:
-        """Pause after the next save. ``running``: the attempt, if it can be left."""
+        """Pause after the next save. ``running``: the attempt, if it can be left; None: pause before the next one."""
         self.is_requested = True
         self._save_point.request(running, _PAUSE_REASON)
+
+    def begin(self) -> None:
+        """The run pauses now."""
+        self.is_requested = False
 
     def withdraw(self, running: Running | None) -> None:
         """Do not pause: ranks that wait only for the pause resume. ``running``: the attempt, if it can be left."""
