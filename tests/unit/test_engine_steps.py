@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import raysgd
@@ -312,3 +313,49 @@ def test_outputs_are_fp32_but_in_training_what_comes_with_a_loss(precision: str)
     engine.backward(found["loss"])
     model.eval()
     assert {each.dtype for each in model(batch(0)).values()} == {torch.float32}
+
+
+class _Classifier(nn.Module):
+    """A model that returns its logits with its loss, with a loss of other outputs, or alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(3, 50), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        logits = self.layer(x)
+        if self.kind == "logits":
+            return logits
+        targets = torch.zeros(len(x), dtype=torch.int64)
+        loss = nn.functional.cross_entropy(logits, targets) if self.kind == "loss" else (x * self.layer.weight.sum()).sum()
+        return logits, loss
+
+
+class _CountCopies(TorchDispatchMode):
+    """Counts copies to fp32 of tensors with so many elements."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self.num_elements, self.num_copies = num_elements, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and (out.dtype, out.numel()) == (torch.float32, self.num_elements):
+            self.num_copies += 1
+        return out
+
+
+@pytest.mark.parametrize("kind", ["loss", "other loss", "logits"])
+def test_logits_are_copied_to_fp32_only_for_a_loss_of_the_loop(kind: str) -> None:
+    def copies(call: Callable[[], Any]) -> int:
+        with _CountCopies(4 * 50) as counter:
+            call()
+        return counter.num_copies
+
+    model, x = _Classifier(kind), batch(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        by_hand = copies(lambda: model(x))
+    model, *_ = raysgd.Engine(precision="bf16").compose(model=model)
+    assert copies(lambda: model(x)) - by_hand == (kind != "loss")
+    logits = model(x) if kind == "logits" else model(x)[0]
+    assert logits.dtype == (torch.bfloat16 if kind == "loss" else torch.float32)
