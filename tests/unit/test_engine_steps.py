@@ -327,7 +327,9 @@ class _Classifier(nn.Module):
         if self.kind == "logits":
             return logits
         targets = torch.zeros(len(x), dtype=torch.int64)
-        loss = nn.functional.cross_entropy(logits, targets) if self.kind == "loss" else (x * self.layer.weight.sum()).sum()
+        loss = (
+            nn.functional.cross_entropy(logits, targets) if self.kind == "loss" else (x * self.layer.weight.sum()).sum()
+        )
         return logits, loss
 
 
