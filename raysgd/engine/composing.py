@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from raysgd._util.text import with_article
 from raysgd.engine.attached import AttachedHook
 from raysgd.engine.blocks import find_blocks, find_stage_blocks
-from raysgd.engine.config import EngineConfig
+from raysgd.engine.config import RECOMPUTED_EVERY, EngineConfig
 from raysgd.engine.optimizer import refuse_optimizer, replace_parameters
 from raysgd.engine.pieces import OptimizerPieces
 from raysgd.engine.pipeline.schedule import PipelineModel, split_model
@@ -177,8 +177,9 @@ class Composition:
                     config, "use_cache", False
                 ):  # of transformers: the second computation would fill the cache again
                     config.use_cache = False
-            recompute(blocks.values() or [model], selective=kind == "selective")
-            self._note(blocks or {"": model}, f"{kind} activation checkpointing")
+            chosen = dict(list((blocks or {"": model}).items())[:: RECOMPUTED_EVERY[kind]])
+            recompute(chosen.values())
+            self._note(chosen, f"{kind} activation checkpointing")
 
     def _set_precision(self, model: nn.Module) -> None:
         precision = self._config.precision

@@ -16,6 +16,8 @@ from raysgd.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp16", "bf16-true"]
 ActivationCheckpointing = Literal["full", "selective"]
+#: Of so many blocks, activation checkpointing computes the first one again.
+RECOMPUTED_EVERY: dict[ActivationCheckpointing, int] = {"full": 1, "selective": 2}
 Compile = Literal["model", "blocks"]
 #: Fields that say how strategies are chosen; they are not strategies.
 PLAN_FIELDS = ("plan", "memory_per_device")
@@ -40,8 +42,8 @@ class EngineConfig:
         pipeline_parallel: Ranks that hold one stage of the layers each.
         micro_batches: Parts that a pipeline cuts each batch into. None: four for each stage.
         accumulation_steps: Batches of the loader per optimizer step. Gradients are communicated once per step.
-        activation_checkpointing: ``"full"``: each block is computed again in the backward pass. ``"selective"``: all but its
-            matrix products and attention. None: activations are kept.
+        activation_checkpointing: ``"full"``: each block is computed again in the backward pass. ``"selective"``: every second
+            block. None: activations are kept.
         clip_grad_norm: Limit of the gradients' global norm, over all shards; None: gradients are not clipped.
         compile: ``"model"`` or ``"blocks"``: what ``torch.compile`` compiles; None: nothing.
         fused_optimizer: Whether a torch optimizer made its steps with one kernel, where the device and optimizer can.

@@ -350,7 +350,7 @@ class Engine:
     # -- what the optimizer and the scheduler call ------------------------------------------------------------------------
 
     def finish_gradients(self) -> bool:
-        """Take the gradients of a complete step from the loop, and clip them; returns whether they are finite."""
+        """Take the gradients of a complete step from the loop, and clip them; returns whether the optimizer makes its step."""
         self._check_clear()
         return self._step.take()
 

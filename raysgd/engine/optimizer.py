@@ -22,7 +22,11 @@ class Steps(Protocol):
     """The engine's side of an optimizer's step."""
 
     def finish_gradients(self) -> bool:
-        """Take the gradients of a complete step from the loop, and clip them; returns whether they are finite, on all ranks."""
+        """Take the gradients of a complete step from the loop, and clip them.
+
+        Returns:
+            Whether the optimizer makes its step. False if they are not finite on all ranks, unless the optimizer finds that out.
+        """
 
     def is_finite(self) -> bool:
         """Whether the gradients of a complete step are finite, on all ranks."""
@@ -101,11 +105,10 @@ class EngineOptimizer(Optimizer):
         if not self._steps.is_complete():
             self._steps.check_gradients()
             return
-        is_finite = self._steps.finish_gradients()
-        if is_finite:
+        if self._steps.finish_gradients():
             self._update()
             self._steps.update_parameters()
-        self._steps.on_step(skipped=not is_finite)
+        self._steps.on_step(skipped=not self._steps.is_finite())
 
     def _update(self) -> None:
         try:

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.composing import Composition
 from raysgd.engine.config import EngineConfig
-from raysgd.engine.gradients import HiddenGradients, global_norm, scale, versions
+from raysgd.engine.gradients import HiddenGradients, HostFlag, global_norm, scale, versions
 from raysgd.engine.pieces import OptimizerPieces
 from raysgd.engine.precision import LossScale
 from raysgd.errors import UsageError
@@ -40,7 +41,6 @@ class StepGradients:
 
     Attributes:
         hidden: The gradients of a step that is not complete.
-        is_finite: Whether those of a complete step are finite, on all ranks.
         weight: Batches, rows or tokens of the step, on this rank.
     """
 
@@ -57,7 +57,9 @@ class StepGradients:
         self._config, self._made, self._model, self._optimizer = config, made, model, optimizer
         self._mesh, self._accumulation, self._loss_scale = mesh, accumulation, loss_scale
         self.hidden = HiddenGradients()
-        self.is_finite = True
+        self._finite: HostFlag | None = (
+            None  # whether the gradients of a complete step are finite, if that is in question
+        )
         self.weight = 0.0
         self._divided_by: torch.Tensor | float = 1.0  # what the gradients of a complete step were divided by
         self._known_norm: torch.Tensor | None = None  # of gradients that the loop has not changed since, by `_versions`
@@ -285,35 +287,45 @@ class StepGradients:
         else:
             self._divided_by = self._divisor()
             factor = 1 / self._divided_by
-            self._is_finite, self._known_norm = True, None
+            self._finite = self._known_norm = None
             if self._loss_scale.is_enabled:
-                norm = self._norm() * factor
-                self.is_finite = self._is_finite_everywhere(norm)
-                self._known_norm = norm
-            if not self.is_finite:
-                self._divided_by = factor = 1.0
+                norm = self._norm()
+                self._finite = HostFlag(self._is_finite_everywhere(norm))
+                self._divided_by = torch.where(self._finite.value, self._divided_by, 1.0)
+                factor = 1 / self._divided_by
+                self._known_norm = norm * factor
         if not (isinstance(factor, float) and factor == 1):
             scale(self._gradients(), factor)
         self._note_changes()
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the gradients of a complete step are finite, on all ranks; in fp16 the host waits for them to be computed."""
+        return self._finite is None or self._finite.ask()
+
     def take(self) -> bool:
-        """Take the gradients of a complete step from the loop, and clip them; returns whether they are finite."""
+        """Take the gradients of a complete step from the loop, and clip them; returns whether the optimizer makes its step."""
         self._take_changes()
-        if self.is_finite and self._config.clip_grad_norm is not None:
+        if self._config.clip_grad_norm is not None:
             is_known = self._known_norm is not None and self._versions == versions(self._gradients())
             norm = self._known_norm if is_known else None
             self._clip(self._config.clip_grad_norm, self._norm() if norm is None else norm)
+        if self._finite is not None and self._optimizer is not None and _can_leave_out(self._optimizer):
+            # The device finds out by itself, so that the host waits with the step in its queue.
+            self._optimizer.found_inf = (~self._finite.value).float()  # type: ignore[attr-defined]
+            return True
         return self.is_finite
 
     def on_step(self) -> None:
         """The optimizer has made its step, or left it out. If gradients are kept, those of the next pass are added."""
+        vars(self._optimizer or self).pop("found_inf", None)
         self.weight, self._divided_by = 0.0, self._loss_scale.scale
 
     def has_others(self) -> bool:
         """Return whether there are gradients that no pass of the engine has computed; of a step that is not complete."""
         return any(self.hidden.is_strange(each) for each in self._trained())
 
-    def _is_finite_everywhere(self, norm: torch.Tensor) -> bool:
+    def _is_finite_everywhere(self, norm: torch.Tensor) -> torch.Tensor:
         """Return whether the norm is finite on all ranks.
 
         Copies of the model have the same gradients. Of a parameter that tensor-parallel ranks hold in full, each has computed
@@ -323,7 +335,18 @@ class StepGradients:
         if self._config.workers_per_replica > 1:
             is_finite = is_finite.to(torch.uint8)
             dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
-        return bool(is_finite)
+        return is_finite.to(torch.bool)
+
+
+def _can_leave_out(optimizer: Optimizer) -> bool:
+    """Return whether a step of the optimizer changes nothing if its ``found_inf``, which gradient scalers use too, is 1."""
+    return (
+        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        and all(group["fused"] for group in optimizer.param_groups)
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and not any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"])
+    )
 
 
 def _count_hooks(parameter: nn.Parameter) -> tuple[int, int]:

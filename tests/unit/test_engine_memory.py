@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import raysgd
-from support.engine_steps import Model, make_rows
+from support.engine_steps import NUM_FEATURES, Model, make_rows
 
 WIDTH, DEPTH, NUM_ROWS = 16, 3, 24
 
@@ -63,11 +64,18 @@ def test_measured_activations_are_those_of_the_prediction(kind: Any) -> None:
     assert row.split()[2:] == [f"{size / 1e6:.3f}" for size in (use.kept_activations, found.kept_activations)]
 
 
-def test_model_that_is_recomputed_as_a_whole_keeps_what_selective_checkpointing_keeps() -> None:
-    engine, model = compose(nn.Linear(8, 32), activation_checkpointing="selective")
-    with engine.measure_activations():
-        engine.backward(model(torch.randn(10, 8)).sum())
-    assert engine.memory().kept_activations == 10 * 32 * 4
+def test_selective_checkpointing_is_halfway_between_none_and_full() -> None:
+    def measure_step(kind: Any) -> tuple[int, int]:
+        engine, model = compose(Model(WIDTH, 6), activation_checkpointing=kind)
+        with engine.measure_activations(), FlopCounterMode(display=False) as flops:
+            engine.backward(model(torch.randn(10, NUM_FEATURES)).square().sum())
+        return engine.memory().kept_activations, flops.get_total_flops()
+
+    (kept_none, flops_none), (kept_half, flops_half), (kept_full, flops_full) = map(
+        measure_step, (None, "selective", "full")
+    )
+    assert kept_none - kept_half == kept_half - kept_full > 0
+    assert flops_full - flops_half == flops_half - flops_none > 0
 
 
 def test_activations_need_a_model() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
-from raysgd.engine.config import EngineConfig
+from raysgd.engine.config import RECOMPUTED_EVERY, ActivationCheckpointing, EngineConfig
 from raysgd.engine.planning import MemoryEstimate, predict_memory
 from raysgd.engine.planning.memory import estimate_memory
 from raysgd.engine.planning.plan import profile_model
@@ -95,11 +95,11 @@ def test_prediction_with_autocast(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("name", STACKS)
-def test_prediction_with_activation_checkpointing(name: str, kind: str) -> None:
+def test_prediction_with_activation_checkpointing(name: str, kind: ActivationCheckpointing) -> None:
     one, num_rows = MODELS[name], rows_of(name)
     model = one.make()
     for stack in STACKS[name]:
-        recompute(model.get_submodule(stack).children(), selective=kind == "selective")
+        recompute(list(model.get_submodule(stack).children())[:: RECOMPUTED_EVERY[kind]])
     if hasattr(model, "config"):
         model.config.use_cache = False  # as transformers does when it checkpoints: blocks fill the cache in both passes
     found, expected = predict(one, num_rows, activation_checkpointing=kind), measure(model, one.batch(num_rows))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raysgd.engine.config import EngineConfig
+from raysgd.engine.config import RECOMPUTED_EVERY, EngineConfig
 from raysgd.engine.planning.profile import Amount, ModelProfile, ParameterInfo, Segment
 
 # FSDP2 gathers the next block while the current one computes, and reduces the gradients of one while those of the next
@@ -323,12 +323,12 @@ def _follow_micro_batches(
     num_stages = config.pipeline_parallel
     segments = segments_of_stage(profile, num_rows, num_stages, stage)
     received = segments[0].output.per_rank(config.tensor_parallel) if stage > 0 and segments else 0.0
-    converted: dict[int, _Level] = {}  # blocks that are built alike share their segment's amounts
+    converted: dict[tuple[int, bool], _Level] = {}  # blocks that are built alike share their segment's amounts
     levels = []
-    for one in segments:
-        key = id(one.retained)
+    for one, is_recomputed in zip(segments, find_recomputed(segments, config), strict=True):
+        key = id(one.retained), is_recomputed
         if key not in converted or one.block is None:
-            converted[key] = _convert(one, config)
+            converted[key] = _convert(one, config, is_recomputed)
         levels.append(converted[key])
     kept = sum(one.kept for one in levels) + received
     peak = (in_flight - 1) * kept + received + _find_peak(levels, is_last=stage == num_stages - 1)
@@ -349,7 +349,16 @@ def _find_peak(levels: list[_Level], *, is_last: bool) -> float:
     return peak
 
 
-def _convert(segment: Segment, config: EngineConfig) -> _Level:
+def find_recomputed(segments: tuple[Segment, ...], config: EngineConfig) -> list[bool]:
+    """Return which segments of a pipeline stage activation checkpointing computes again."""
+    if config.activation_checkpointing is None:
+        return [False] * len(segments)
+    every = RECOMPUTED_EVERY[config.activation_checkpointing]
+    first = min((one.block for one in segments if one.block is not None), default=0)
+    return [one.block is not None and (one.block - first) % every == 0 for one in segments]
+
+
+def _convert(segment: Segment, config: EngineConfig, is_recomputed: bool) -> _Level:
     is_shared = config.sequence_parallel and segment.block is not None
 
     def per_rank(amount: Amount) -> float:
@@ -357,17 +366,10 @@ def _convert(segment: Segment, config: EngineConfig) -> _Level:
 
     copies = per_rank(segment.weight_copies) if _gathers_converted(config) else 0.0
     retained, output = per_rank(segment.retained) - copies, per_rank(segment.output)
-    kept, recomputed = retained, retained
-    if segment.block is not None and config.activation_checkpointing is not None:
-        kept = output
-        if config.activation_checkpointing == "selective":
-            kept += per_rank(segment.selected)
-            recomputed += max(0.0, per_rank(segment.selected.minus(segment.selected_retained)))
-        kept = min(kept, retained)
     return _Level(
-        kept=kept,
+        kept=min(output, retained) if is_recomputed else retained,
         forward_peak=max(map(per_rank, segment.forward_peaks)) - copies,
-        recomputed=recomputed,
+        recomputed=retained,
         carried=per_rank(segment.carried),
         output=output,
         backward_peak=max(map(per_rank, segment.backward_peaks)),

@@ -101,14 +101,11 @@ class Segment:
         retained: What stays in memory between its forward and its backward pass.
         output: What its forward pass leaves with activation checkpointing: the output, which is the next block's input.
         weight_copies: The part of `retained` that is parameters in another type, as autocast makes them.
-        selected: Outputs of matrix products and attention, which selective checkpointing keeps.
-        selected_retained: The part of `selected` that is retained without checkpointing too.
         forward_peaks: Highest states of memory of the forward pass, relative to its start.
         carried: What is in memory when its backward pass starts in addition to what was there when its forward pass ended:
             the gradient of its output, and what the caller still holds, such as logits.
         backward_peaks: Highest states of memory of the backward pass, relative to its start.
         forward_flops: FLOPs of its forward pass.
-        selected_flops: FLOPs of the forward pass that selective checkpointing does not repeat.
         backward_flops: FLOPs of its backward pass.
         forward_kernels: Operations of the forward pass that compute something.
         backward_kernels: The same of the backward pass.
@@ -120,13 +117,10 @@ class Segment:
     retained: Amount = _NOTHING
     output: Amount = _NOTHING
     weight_copies: Amount = _NOTHING
-    selected: Amount = _NOTHING
-    selected_retained: Amount = _NOTHING
     forward_peaks: tuple[Amount, ...] = (_NOTHING,)
     carried: Amount = _NOTHING
     backward_peaks: tuple[Amount, ...] = (_NOTHING,)
     forward_flops: Amount = _NOTHING
-    selected_flops: Amount = _NOTHING
     backward_flops: Amount = _NOTHING
     forward_kernels: int = 0
     backward_kernels: int = 0
