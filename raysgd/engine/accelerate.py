@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -14,12 +15,22 @@ from torch.utils import _pytree as pytree
 
 from raysgd._util.text import with_article
 from raysgd.engine.attached import AttachedHook
-from raysgd.engine.config import EngineConfig, Precision, current_engine_config, merge_configs
-from raysgd.engine.engine import Engine
-from raysgd.engine.pieces import OptimizerPieces
+from raysgd.engine.checks import check_parts, check_workers
+from raysgd.engine.composing import compose
+from raysgd.engine.config import (
+    WITHOUT_OPTIMIZER,
+    EngineConfig,
+    Precision,
+    current_engine_config,
+    merge_configs,
+)
+from raysgd.engine.optimizer import EngineOptimizer
+from raysgd.engine.precision import LossScale
+from raysgd.engine.step import Step
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api
 from raysgd.torch.devices import device
+from raysgd.torch.meshes import mesh as make_mesh
 from raysgd.torch.model import unwrap
 
 MixedPrecision = bool | Literal["bf16", "fp16"]
@@ -34,8 +45,10 @@ _NOT_HERE = {
     "memory_per_device": "use raysgd.Engine, whose compose is given the optimizer and batches",
     "micro_batches": "use raysgd.Engine, whose compose makes the stages",
 }
-#: Strategies that act in the optimizer's step.
-_OF_OPTIMIZER = ("clip_grad_norm", "fused_optimizer", "loss_scale", "tensor_parallel")
+_ADVICE = (
+    "are not those of its model, as no backward pass came through model(...) since the last step: call the model that accelerate "
+    "returned, then backward() on its loss"
+)
 _REPLACED = "_raysgd_is_replaced"
 
 
@@ -80,21 +93,26 @@ def accelerate(
         raise _refuse("precision", strategies["precision"])
     config = EngineConfig(precision=_precision(mixed_precision), zero_stage=zero_stage, **strategies)
     config = merge_configs(config, current_engine_config())
-    for name, value in config.given().items():
-        if name in _NOT_HERE and (name, value) not in (("precision", "bf16"), ("precision", "fp16")):
+    for name, value in config.given_but({"precision": ("bf16", "fp16")}).items():
+        if name in _NOT_HERE:
             raise _refuse(name, value)
     if optimizer is None:
         _check_without_optimizer(config)
     _check_loss(loss, config)
-    engine = _LoopEngine(config)
-    before: list[nn.Parameter] = list(getattr(model, "parameters", list)())  # compose refuses what is not a module
-    composed, new_optimizer, *_ = engine.compose(model=model, optimizer=optimizer)
-    engine.follow(unwrap(composed), loss)
+    check_workers(config, config.given())
+    check_parts(model, optimizer, None)
+    mesh = functools.cache(lambda: make_mesh(tensor_parallel=config.tensor_parallel))
+    loss_scale = LossScale(config.precision == "fp16", config.loss_scale)
+    before = list(model.parameters())
+    composed = compose(config, mesh, model, optimizer)
+    step = Step(config, composed, optimizer, mesh, loss_scale, advice=_ADVICE)
+    step.attach()
+    _PassHooks(step, loss_scale).attach(unwrap(step.model), loss)
     if optimizer is not None:
-        return composed, new_optimizer
-    kept = set(composed.parameters())
+        return step.model, EngineOptimizer(optimizer, step)
+    kept = set(step.model.parameters())
     _refuse_optimizers_of(parameter for parameter in before if parameter not in kept)
-    return composed
+    return step.model
 
 
 def _refuse(name: str, value: Any) -> ConfigError:
@@ -123,7 +141,7 @@ def _check_without_optimizer(config: EngineConfig) -> None:
             "accelerate in fp16 scales the loss, and the optimizer's step has to divide the gradients by that scale: write "
             f'{call}. mixed_precision="bf16" needs no scale.'
         )
-    if needing := [name for name in _OF_OPTIMIZER if name in config.given()]:
+    if needing := list(config.given_but(WITHOUT_OPTIMIZER)):
         raise ConfigError(f"accelerate(..., {needing[0]}=...) acts in the optimizer's step: write {call}.")
 
 
@@ -147,46 +165,28 @@ def _check_loss(loss: Any, config: EngineConfig) -> None:
 _scaling: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
-class _LoopEngine(Engine):
-    """An engine that learns of backward passes by hooks, since the loop makes them itself."""
+class _PassHooks:
+    """Hooks by which a step learns of backward passes, since the loop makes them itself.
 
-    _backward_pass = -1  # that has reached the model last
-    _scaled_pass = -1  # whose loss was scaled last
+    Args:
+        step: Is told where a pass through the model begins and ends.
+        loss_scale: What gradients of the criterion are multiplied by.
+    """
 
-    def follow(self, model: nn.Module, loss: Any) -> None:
-        """Attach the hooks."""
+    def __init__(self, step: Step, loss_scale: LossScale) -> None:
+        self._step, self._scale = step, loss_scale
+        self._backward_pass = -1  # that has reached the model last
+        self._scaled_pass = -1  # whose loss was scaled last
+
+    def attach(self, model: nn.Module, loss: Any) -> None:
+        """Attach the hooks to the model, and in fp16 to the criterion."""
         model.register_forward_hook(AttachedHook(self._after_forward))
-        if self._optimizer is None and self.config.zero_stage == 3:
-            scalars = [each for each in model.parameters() if each.requires_grad and not each.ndim]
-            if scalars:  # which FSDP leaves to the engine
-                self._made.pieces = OptimizerPieces(scalars, self.mesh, is_divided=False)
-                self._step.count_hooks()
         if isinstance(loss, nn.Module):
             loss.to(device())
             if (earlier := _scaling.pop(loss, None)) is not None:  # of an earlier call with the same criterion
                 earlier.remove()
-            if self.config.precision == "fp16":
+            if self._scale.is_enabled:
                 _scaling[loss] = loss.register_forward_hook(AttachedHook(self._after_loss))
-
-    def is_complete(self) -> bool:
-        if super().is_complete():
-            return True
-        if self._step.has_others():
-            raise UsageError(
-                "optimizer.step() was called, but no backward pass came through model(...) since the last step: call the model "
-                "that accelerate returned, then backward() on its loss, and optimizer.zero_grad() after each step."
-            )
-        return False
-
-    def is_open(self) -> bool:
-        return False  # the loop says itself when gradients are dropped
-
-    def check_gradients(self) -> None:
-        """Do nothing: `is_complete` has checked."""
-
-    def drop_gradients(self) -> None:
-        super().drop_gradients()
-        self.discard()
 
     def _after_loss(self, module: nn.Module, args: Any, result: Any) -> None:
         for tensor in _differentiable(result):
@@ -222,7 +222,7 @@ def _differentiable(tree: Any) -> list[torch.Tensor]:
     return [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor) and each.requires_grad]
 
 
-def _refuse_optimizers_of(replaced: Iterator[nn.Parameter]) -> None:
+def _refuse_optimizers_of(replaced: Iterable[nn.Parameter]) -> None:
     """Raise an error at the first step of an optimizer that was made before its parameters were replaced."""
     num_replaced = 0
     for parameter in replaced:

@@ -21,6 +21,15 @@ RECOMPUTED_EVERY: dict[ActivationCheckpointing, int] = {"full": 1, "selective": 
 Compile = Literal["model", "blocks"]
 #: Fields that say how strategies are chosen; they are not strategies.
 PLAN_FIELDS = ("plan", "memory_per_device")
+#: Strategies that do not act in the optimizer's step.
+WITHOUT_OPTIMIZER = {
+    "precision": ("bf16",),
+    "zero_stage": (3,),
+    "cpu_offload": ...,
+    "activation_checkpointing": ...,
+    "compile": ...,
+    "find_unused_parameters": ...,
+}
 #: A device with less memory than this was surely not given in bytes.
 _SMALLEST_DEVICE_BYTES = 1e6
 
@@ -130,6 +139,14 @@ class EngineConfig:
     def given(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
+
+    def given_but(self, allowed: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `given` does, without values that are allowed: a field's are a tuple, or ``...`` for any."""
+        return {
+            name: value
+            for name, value in self.given().items()
+            if (values := allowed.get(name, ())) is not ... and value not in values
+        }
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> EngineConfig:

@@ -1,18 +1,86 @@
-"""The norm of gradients over all ranks, clipping by it, and gradients that a loop must not use yet. Worker side."""
+"""The gradients of an optimizer's step: their norm over all ranks, clipping, and hiding unfinished ones. Worker side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from raysgd.engine.local_tensors import local_of
 from raysgd.errors import UsageError
 
 #: The sets of axes over which parameters are divided.
 _DIVIDED: tuple[tuple[str, ...], ...] = ((), ("dp",), ("tp",), ("dp", "tp"))
+
+
+class Gradients:
+    """The gradients of what an optimizer updates.
+
+    Args:
+        optimizer: The user's; None: there are none.
+        mesh: Returns the mesh of all workers.
+        is_sharded: Whether data-parallel ranks may hold shards of gradients.
+        counted_elsewhere: Ids of tensors whose gradients another rank counts in the norm.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | None,
+        mesh: Callable[[], DeviceMesh],
+        *,
+        is_sharded: bool,
+        counted_elsewhere: Collection[int],
+    ) -> None:
+        self._optimizer, self._mesh = optimizer, mesh
+        self._is_sharded, self._counted_elsewhere = is_sharded, counted_elsewhere
+        self._known_norm: torch.Tensor | None = None  # of gradients that the loop has not changed since, by `_versions`
+        self._versions: list[tuple[int, int]] = []
+
+    def updated(self) -> list[torch.Tensor]:
+        """Return what the optimizer updates."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return [each for group in groups for each in group["params"]]
+
+    def found(self) -> list[torch.Tensor]:
+        """Return the gradients that there are."""
+        return [each.grad for each in self.updated() if each.grad is not None]
+
+    def scale(self, factor: float | torch.Tensor) -> None:
+        """Multiply all gradients."""
+        self._known_norm = None
+        if not (isinstance(factor, float) and factor == 1):
+            scale(self.found(), factor)
+
+    def norm(self) -> torch.Tensor:
+        """Return the norm of all gradients over all ranks; it is computed once, unless they change."""
+        if self._known_norm is not None and not self.are_changed():
+            return self._known_norm
+        counted = [
+            each.grad for each in self.updated() if each.grad is not None and id(each) not in self._counted_elsewhere
+        ]
+        return global_norm(counted, self._mesh(), is_sharded=self._is_sharded)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip all gradients by their norm, which is returned."""
+        norm = self.norm()
+        if max_norm != float("inf"):  # an infinite norm would make all gradients NaN
+            self.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def note(self, norm: torch.Tensor | None = None) -> None:
+        """Remember which gradients there are, and their norm if it is known."""
+        self._known_norm, self._versions = norm, self._current_versions()
+
+    def are_changed(self) -> bool:
+        """Return whether a gradient was changed or replaced since `note`."""
+        return self._versions != self._current_versions()
+
+    def _current_versions(self) -> list[tuple[int, int]]:
+        return [(id(each), each._version) for each in map(local_of, self.found())]
 
 
 def global_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, *, is_sharded: bool) -> torch.Tensor:
@@ -27,10 +95,8 @@ def global_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, *, is_shard
     # By the axes over which a gradient is divided: each sum is added over these.
     parts_of: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
-        local: torch.Tensor = gradient
-        axes: tuple[str, ...] = ()
+        local, axes = local_of(gradient), tuple[str, ...]()
         if isinstance(gradient, DTensor):
-            local = gradient._local_tensor
             names = gradient.device_mesh.mesh_dim_names or ()
             axes = tuple(
                 name for name, place in zip(names, gradient.placements, strict=True) if not place.is_replicate()
@@ -66,16 +132,10 @@ def scale(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> No
     """Multiply gradients in place."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
-        local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        local = local_of(gradient)
         by_device.setdefault(local.device, []).append(local)
     for device, tensors in by_device.items():
         torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, torch.Tensor) else factor)
-
-
-def versions(gradients: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return numbers that are the same as long as nobody has changed or replaced a gradient."""
-    local = [each._local_tensor if isinstance(each, DTensor) else each for each in gradients]
-    return [(id(each), each._version) for each in local]
 
 
 class HostFlag:
@@ -153,5 +213,4 @@ class HiddenGradients:
 
     def num_bytes(self) -> int:
         """Return what the gradients take in memory."""
-        local = (each._local_tensor if isinstance(each, DTensor) else each for _, each in self._hidden)
-        return sum(each.untyped_storage().nbytes() for each in local)
+        return sum(local_of(each).untyped_storage().nbytes() for _, each in self._hidden)

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from raysgd.engine.local_tensors import local_of
 from raysgd.torch.model import unwrap
 
 _ROWS = ("parameters", "gradients", "optimizer")
@@ -82,7 +82,7 @@ class MemoryUse:
 
 def measure(
     parameters: Iterable[torch.Tensor],
-    pieces: Iterable[torch.Tensor],
+    updated: Iterable[torch.Tensor],
     state: Iterable[torch.Tensor],
     kept_activations: int | None = None,
 ) -> MemoryUse:
@@ -90,17 +90,17 @@ def measure(
 
     Args:
         parameters: Of the model.
-        pieces: What the optimizer updates in place of parameters.
+        updated: What the optimizer updates in place of parameters.
         state: The optimizer's.
         kept_activations: As measured by `KeptActivations`.
     """
-    parameters, pieces = list(parameters), list(pieces)
+    parameters, updated = list(parameters), list(updated)
     seen: set[tuple[torch.device, int]] = set()
-    gradients = (each.grad for each in (*parameters, *pieces) if each.grad is not None)
+    gradients = (each.grad for each in (*parameters, *updated) if each.grad is not None)
     return MemoryUse(
         parameters=_num_bytes(parameters, seen),
         gradients=_num_bytes(gradients, seen),
-        optimizer=_num_bytes((*pieces, *state), seen),
+        optimizer=_num_bytes((*updated, *state), seen),
         kept_activations=kept_activations,
     )
 
@@ -109,8 +109,7 @@ def _num_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[torch.device, in
     """Return the bytes of storages that are not in ``seen``, and add them to it."""
     found = 0
     for tensor in tensors:
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
+        storage = (local := local_of(tensor)).untyped_storage()
         key = local.device, storage.data_ptr()
         if storage.nbytes() and key not in seen:
             seen.add(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,42 +14,11 @@ from torch.optim import Optimizer
 from raysgd.errors import ConfigError, UsageError
 from raysgd.torch.restoring import place_like, place_optimizer_state
 
+if TYPE_CHECKING:
+    from raysgd.engine.step import Step
+
 #: What messages of torch have that refuse an operation on distributed tensors.
 _OF_DTENSORS = ("DTensor", "placement", "harding")
-
-
-class Steps(Protocol):
-    """The engine's side of an optimizer's step."""
-
-    def finish_gradients(self) -> bool:
-        """Take the gradients of a complete step from the loop, and clip them.
-
-        Returns:
-            Whether the optimizer makes its step. False if they are not finite on all ranks, unless the optimizer finds that out.
-        """
-
-    def is_finite(self) -> bool:
-        """Whether the gradients of a complete step are finite, on all ranks."""
-
-    def is_complete(self) -> bool: ...
-
-    def is_open(self) -> bool: ...
-
-    def check_gradients(self) -> None:
-        """Check that there are no gradients of which the engine knows nothing, and end the batch of an unfinished step."""
-
-    def discard(self) -> None:
-        """Forget a complete step, whose gradients are dropped."""
-
-    def on_step(self, *, skipped: bool) -> None: ...
-
-    def drop_gradients(self) -> None: ...
-
-    def may_schedule(self) -> bool: ...
-
-    def on_schedule(self) -> None: ...
-
-    def update_parameters(self) -> None: ...
 
 
 class EngineOptimizer(Optimizer):
@@ -59,12 +28,12 @@ class EngineOptimizer(Optimizer):
 
     Args:
         inner: The user's optimizer, which updates what the engine made of its parameters.
-        steps: The engine's side.
+        step: Knows whether gradients are complete.
     """
 
-    def __init__(self, inner: Optimizer, steps: Steps) -> None:
+    def __init__(self, inner: Optimizer, step: Step) -> None:
         self.inner = inner
-        self._steps = steps
+        self._step = step
         # torch's schedulers warn if the optimizer has made no step before them; here either order is right.
         self._opt_called = True
 
@@ -91,6 +60,11 @@ class EngineOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"EngineOptimizer({self.inner!r})"
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradients of a step are complete, so that the next call of `step` uses them."""
+        return self._step.is_complete
+
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Make the optimizer's step if the gradients of all its batches are there; else do nothing.
 
@@ -102,13 +76,12 @@ class EngineOptimizer(Optimizer):
             raise UsageError(
                 "optimizer.step(closure) cannot be used with the engine: call engine.backward(loss), then step()."
             )
-        if not self._steps.is_complete():
-            self._steps.check_gradients()
+        if not self.is_complete:
+            self._step.end_batch()
             return
-        if self._steps.finish_gradients():
+        if self._step.take_gradients():
             self._update()
-            self._steps.update_parameters()
-        self._steps.on_step(skipped=not self._steps.is_finite())
+        self._step.finish()
 
     def _update(self) -> None:
         try:
@@ -122,10 +95,7 @@ class EngineOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, unless they belong to a step that is not complete yet."""
-        if self._steps.is_open() and self._steps.is_complete():
-            self._steps.discard()
-        if not self._steps.is_open():
-            self._steps.drop_gradients()
+        self._step.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
@@ -147,7 +117,7 @@ def refuse_optimizer(optimizer: Optimizer) -> ConfigError:
     )
 
 
-def follow_steps(scheduler: Any, steps: Steps) -> Any:
+def follow_steps(scheduler: Any, steps: Step) -> Any:
     """Make a scheduler's ``step`` count only where a step of the optimizer does, before it or after it.
 
     Returns:
@@ -157,8 +127,7 @@ def follow_steps(scheduler: Any, steps: Steps) -> Any:
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        is_before = steps.is_complete()  # the loop calls the scheduler before the optimizer
-        if steps.is_finite() if is_before else steps.may_schedule():
+        if steps.should_schedule():
             kind.step(self, *args, **kwargs)
             steps.on_schedule()
 

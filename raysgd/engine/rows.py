@@ -99,6 +99,7 @@ class FollowedLoader(PreparedLoader):
     ) -> None:
         vars(self).update(vars(prepared))
         self._on_batch, self._on_end = on_batch, on_end
+        self.num_rows = 0
         self._places = None if keeps_repeated else RowPlaces(prepared)
 
     def __iter__(self) -> Iterator[Any]:
@@ -115,6 +116,7 @@ class FollowedLoader(PreparedLoader):
                 if self._places is not None:
                     num_own = self._places.num_own(number, rows_before, rows)
                     batch = take_rows(batch, num_own or rows)
+                self.num_rows = num_own
                 self._on_batch(num_own, is_last)
                 yield batch
                 number, rows_before = number + 1, rows_before + rows

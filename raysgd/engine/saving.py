@@ -1,14 +1,15 @@
 """What the engine saves in a checkpoint, and how it is restored under other strategies. Worker side.
 
-Every rank saves the same tree, in which each tensor lies once, in pieces: a tensor that several ranks hold in full is divided
-among the copies of the model, and of a tensor of another stage there is only the description. Parameters are named as in the
+Every rank saves the same tree, in which each tensor lies once, in shards: a tensor that several ranks hold in full is divided
+among the replicas, and of a tensor of another stage there is only the description. Parameters are named as in the
 model without strategies, and numbered as in the user's optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,18 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import AbsentTensor
+from raysgd.engine.local_tensors import make_dtensor
+from raysgd.engine.precision import LossScale
 from raysgd.errors import CheckpointError
-from raysgd.torch.restoring import place_like
+from raysgd.torch.model import unwrap
+from raysgd.torch.restoring import place_like, restore
+
+if TYPE_CHECKING:
+    from raysgd.engine.composing import Composed
+    from raysgd.engine.optimizer import EngineOptimizer
+
+#: The names under which the engine saves its parts.
+SAVED_NAMES = ("model", "optimizer", "lr_scheduler", "engine")
 
 #: Settings of an optimizer's groups that say how steps are computed, not which.
 _OF_KERNELS = ("fused", "foreach", "capturable")
@@ -81,27 +92,81 @@ class OptimizerNumbers:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def spread(tree: Any, mesh: DeviceMesh) -> Any:
-    """Return a tree in which each copy of the model has its rows of the tensors that all hold in full."""
+@dataclass(frozen=True)
+class EngineState:
+    """What is saved of a loop: its model, its optimizer and scheduler if it has them, and the loss scale."""
+
+    composed: Composed
+    optimizer: EngineOptimizer | None
+    scheduler: Any
+    loss_scale: LossScale
+
+    def save(self) -> dict[str, Any]:
+        """Return the state, with tensors as this rank has them."""
+        composed = self.composed
+        engine: dict[str, Any] = {"loss_scale": self.loss_scale.state_dict(), "tied": composed.tied}
+        state = {"model": unwrap(composed.model).state_dict(), "engine": engine}
+        if self.optimizer is not None and composed.numbers is not None:
+            state["optimizer"] = composed.numbers.state_of(self.optimizer.inner)
+            engine["masters"] = self._masters()
+        if self.scheduler is not None:
+            state["lr_scheduler"] = self.scheduler.state_dict()
+        return state
+
+    def load(self, state: Any) -> None:
+        """Restore what `save` returned, maybe on other ranks and under other strategies.
+
+        Raises:
+            CheckpointError: It is a checkpoint of another model or optimizer, or the engine did not save it.
+        """
+        if not isinstance(state, dict) or "engine" not in state:
+            raise CheckpointError(
+                "the checkpoint was not saved by engine.save_checkpoint: load it by raysgd.load_checkpoint()."
+            )
+        for name, value in (("optimizer", self.optimizer), ("lr_scheduler", self.scheduler)):
+            if value is not None and name not in state:
+                raise CheckpointError(f"the checkpoint has no {name}, because the loop that saved it had none.")
+        composed, shards = self.composed, self.composed.data_parallel.shards
+        own = unwrap(composed.model).state_dict()
+        saved = {**state["model"], **state["engine"].get("masters", {})}
+        restore({name: value for name, value in saved.items() if name in own}, into=composed.model)
+        self.loss_scale.load_state_dict(state["engine"]["loss_scale"])
+        if shards is not None:
+            shards.take_parameters()
+        restore(saved, into=self._masters())
+        if self.optimizer is not None and composed.numbers is not None:
+            composed.numbers.load(self.optimizer.inner, state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["lr_scheduler"])
+
+    def _masters(self) -> dict[str, torch.Tensor]:
+        """Return the master weights, which are in another type than their parameters, by the names of these."""
+        shards = self.composed.data_parallel.shards
+        tensors = {} if shards is None else shards.tensor_of
+        return {
+            name: tensors[parameter].detach()
+            for name, parameter in unwrap(self.composed.model).named_parameters()
+            if parameter in tensors and tensors[parameter].dtype != parameter.dtype
+        }
+
+
+def spread(state: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """Return a state in which each replica has its rows of the tensors that all hold in full, and all stages the same names."""
+    replicas = mesh["dp"]
+    return {key: _complete(_spread(dict(value), replicas), mesh["pp"]) for key, value in state.items()}
+
+
+def _spread(tree: Any, replicas: DeviceMesh) -> Any:
     if isinstance(tree, dict):
-        return {key: spread(value, mesh) for key, value in tree.items()}
+        return {key: _spread(value, replicas) for key, value in tree.items()}
     if not isinstance(tree, torch.Tensor) or isinstance(tree, DTensor) or not tree.ndim:
         return tree
-    copies = mesh["dp"]
-    own, _ = Shard(0)._split_tensor(tree.detach(), copies.size(), with_padding=False, contiguous=False)
-    return DTensor.from_local(
-        own[copies.get_local_rank()],
-        copies,
-        [Shard(0)],
-        run_check=False,
-        shape=tree.shape,
-        stride=torch.empty(tree.shape, device="meta").stride(),
-    )
+    own, _ = Shard(0)._split_tensor(tree.detach(), replicas.size(), with_padding=False, contiguous=False)
+    return make_dtensor(own[replicas.get_local_rank()], replicas, [Shard(0)], tree.shape)
 
 
-def complete(tree: dict[Any, Any], mesh: DeviceMesh) -> dict[Any, Any]:
+def _complete(tree: dict[Any, Any], stages: DeviceMesh) -> dict[Any, Any]:
     """Return a tree with what the other stages of the pipeline have in addition: descriptions of tensors, and small values."""
-    stages = mesh["pp"]
     if stages.size() == 1:
         return tree
     outlines: list[Any] = [None] * stages.size()
@@ -114,10 +179,10 @@ def complete(tree: dict[Any, Any], mesh: DeviceMesh) -> dict[Any, Any]:
 
 
 def collect(tree: Any, *, is_kept: bool) -> Any:
-    """Return a tree with whole tensors in place of pieces, in host memory. All ranks call it.
+    """Return a tree with whole tensors in place of shards, in host memory. All ranks call it.
 
     Args:
-        tree: A state, equal on all ranks but for the pieces of its tensors.
+        tree: A state, equal on all ranks but for the shards of its tensors.
         is_kept: Whether this rank needs the result.
 
     Raises:

@@ -1,90 +1,222 @@
-"""The gradients of an optimizer's step: collected over its backward passes, and then the loop's until the step. Worker side.
+"""`Step`: the state of an optimizer's step, over its batches and backward passes. Worker side.
 
-Those of a complete step are those of its mean loss over all ranks, without a loss scale. Those of an unfinished one are hidden.
+The gradients of a complete step are those of its mean loss over all ranks, without a loss scale: they are the loop's until the
+optimizer uses them. Those of an unfinished one are hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from raysgd.engine.accumulation import Accumulation
-from raysgd.engine.composing import Composition
-from raysgd.engine.config import EngineConfig
-from raysgd.engine.gradients import HiddenGradients, HostFlag, global_norm, scale, versions
-from raysgd.engine.pieces import OptimizerPieces
+from raysgd.engine.attached import AttachedForward, AttachedHook
+from raysgd.engine.composing import Composed, place_loaded
+from raysgd.engine.config import WITHOUT_OPTIMIZER, EngineConfig
+from raysgd.engine.data_parallel import Mesh
+from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag
+from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import LossScale
+from raysgd.engine.rows import FollowedLoader, count_rows
 from raysgd.errors import UsageError
 from raysgd.session import api
 from raysgd.torch.devices import device
-from raysgd.torch.model import DistributedModel, unwrap
+from raysgd.torch.loader import PreparedLoader
+from raysgd.torch.model import unwrap
+
+#: The steps of this process, of which several may read the batches of one loader, as those of a GAN do.
+_steps: weakref.WeakSet[Step] = weakref.WeakSet()
 
 
-class StepGradients:
-    """Collects the gradients of a step over its backward passes, and shares them with the loop until the optimizer uses them.
+class Step:
+    """Follows the batches, backward passes and gradients of one step of the optimizer after another.
+
+    The model that the loop calls, its optimizer, its scheduler and its training loader report to this object and ask it.
 
     Args:
         config: The strategies.
-        made: What was made of the model by them.
-        model: The model that the loop calls.
+        composed: What they made of the model.
         optimizer: The user's, if there is one.
         mesh: Returns the mesh of all workers.
-        accumulation: Says which passes complete a step.
         loss_scale: Of fp16.
+        advice: What a loop has to do so that its gradients are known here.
 
     Attributes:
+        composed: What the strategies made of the model.
+        model: What the loop calls.
         hidden: The gradients of a step that is not complete.
-        weight: Batches, rows or tokens of the step, on this rank.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        made: Composition,
-        model: nn.Module,
+        composed: Composed,
         optimizer: Optimizer | None,
-        mesh: Callable[[], DeviceMesh],
-        accumulation: Accumulation,
+        mesh: Mesh,
         loss_scale: LossScale,
+        *,
+        advice: str = "did not come from the engine: call engine.backward(loss) in place of loss.backward()",
     ) -> None:
-        self._config, self._made, self._model, self._optimizer = config, made, model, optimizer
-        self._mesh, self._accumulation, self._loss_scale = mesh, accumulation, loss_scale
-        self.hidden = HiddenGradients()
-        self._finite: HostFlag | None = (
-            None  # whether the gradients of a complete step are finite, if that is in question
+        self.composed, self.model = composed, composed.model
+        self._config, self._optimizer, self._mesh = config, optimizer, mesh
+        self._loss_scale, self._advice = loss_scale, advice
+        self._accumulation = Accumulation(config.accumulation_steps)
+        self._data_parallel = composed.data_parallel
+        self._gradients = Gradients(
+            optimizer,
+            mesh,
+            is_sharded=composed.data_parallel.is_sharded,
+            counted_elsewhere=composed.counted_elsewhere,
         )
-        self.weight = 0.0
+        self.hidden = HiddenGradients()
+        self._finite: HostFlag | None = None  # whether complete gradients are finite, if that is in question
+        self._weight = 0.0  # batches, rows or tokens of the step, on this rank
+        self._rows: int | None = None  # of the newest batch, without repeated ones, if a loader has said it
+        self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
+        self._dataset: Any = None  # of the training loader
         self._divided_by: torch.Tensor | float = 1.0  # what the gradients of a complete step were divided by
-        self._known_norm: torch.Tensor | None = None  # of gradients that the loop has not changed since, by `_versions`
-        self._versions: list[tuple[int, int]] = []
-        self._parameters = list(model.parameters())
-        self.count_hooks()
-        self._averaged = [each.requires_grad for each in self._parameters]  # by DDP
-        self._is_averaged_late = False  # what this backward pass computes, after it
-        is_fixed = api.world_size() > 1 and config.zero_stage < 3 and not isinstance(model, DistributedModel)
-        self._frozen = [each for each in self._parameters if is_fixed and not each.requires_grad]
+        self._parameters = dict(unwrap(composed.model).named_parameters())
+        # Hooks of now are the engine's; the loop's are those that come later.
+        self._num_hooks = [_count_hooks(each) for each in self._parameters.values()]
 
-    def count_hooks(self) -> None:
-        """Take the hooks that the parameters have now for the engine's; the loop's are those that come later."""
-        self._num_hooks = [_count_hooks(each) for each in self._parameters]
+    def attach(self) -> None:
+        """Follow the passes of the model and what is loaded into it."""
+        model, pipeline = self.composed.model, self.composed.pipeline
+        unwrap(model).register_load_state_dict_pre_hook(AttachedHook(place_loaded))  # type: ignore[no-untyped-call]
+        unwrap(model).register_load_state_dict_post_hook(AttachedHook(lambda *_: self.take_parameters()))  # type: ignore[no-untyped-call]
+        if pipeline is None:
+            model.register_forward_pre_hook(AttachedHook(self._begin_forward))
+        else:
+            self.model = model = PipelinedModel(pipeline, self._config.micro_batches, self._begin_pipeline)
+        if self._optimizer is not None:
+            model.zero_grad = AttachedForward(model.zero_grad, self.zero_grad)  # type: ignore[method-assign]
+        _steps.add(self)
 
-    def search_scale(self, loss: torch.Tensor, weight: float) -> None:
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def follow(self, prepared: PreparedLoader) -> FollowedLoader:
+        """Return the training loader, which reports its batches to all steps that read its dataset."""
+        self._dataset = dataset = prepared.loader.dataset
+
+        def on_batch(num_rows: int, is_last: bool) -> None:
+            for each in _readers(dataset):
+                each.on_batch(num_rows, is_last=is_last)
+
+        def on_end() -> None:
+            for each in _readers(dataset):
+                each._accumulation.on_end()
+
+        return FollowedLoader(prepared, on_batch, on_end=on_end, keeps_repeated=not self._config.weighted_gradients)
+
+    def reads(self, dataset: Any) -> bool:
+        """Return whether the batches of a dataset are this step's: it has a loader of it, or has none at all."""
+        return self._dataset is None or self._dataset is dataset
+
+    def set_num_batches(self, num_batches: int) -> None:
+        """Set how many batches each step has from now on."""
+        self._accumulation.steps = num_batches
+
+    def on_batch(self, num_rows: int, *, is_last: bool = False) -> None:
+        """A batch begins, of which so many rows count on this rank."""
+        self._accumulation.on_batch(is_last=is_last)
+        self._rows = num_rows
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, weight: float | None, *, retain_graph: bool) -> None:
+        """Make a backward pass; see `raysgd.Engine.backward`."""
+        self._check_backward(weight)
+        weight = self._weight_of(weight)
+        if self.composed.pipeline is None:
+            self._search_scale(loss, weight)
+            self.begin_pass()
+            factor = self._factor(weight)
+            (loss if factor == 1 else loss * factor).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        elif loss.requires_grad:
+            raise UsageError(
+                "with pipeline_parallel the backward passes are made when the model is called; give engine.backward the loss "
+                "that the model returned, unchanged."
+            )
+        self.end_pass(weight)
+
+    def begin_pass(self) -> None:
+        """Take the gradients of the open step back from the loop, before a backward pass adds to them."""
+        if self._accumulation.is_open and not self.is_complete:
+            self.hidden.restore()
+        else:  # there are gradients if the loop has not dropped them, to which more are added
+            if (shards := self._data_parallel.shards) is not None:
+                shards.hold_gradients()
+            self._gradients.scale(self._divided_by)
+            self._divided_by = 1.0
+        self._data_parallel.begin_pass(self._accumulation)
+
+    def end_pass(self, weight: float) -> None:
+        """Count a backward pass; then show its gradients to the loop if the step is complete, and hide them else.
+
+        Args:
+            weight: That of the batch. It counts in the first pass of a batch: several losses of one batch add up.
+        """
+        accumulation = self._accumulation
+        if accumulation.is_first_pass and (self._config.weighted_gradients or not accumulation.is_complete):
+            self._weight += weight
+        accumulation.on_backward()
+        self._data_parallel.end_pass(accumulation)
+        if not accumulation.is_complete:
+            parameters = list(self._parameters.values())
+            self.hidden.hide([*parameters, *self._gradients.updated()], parameters)
+            return
+        self._check_hooks()
+        self._data_parallel.check_gradients()
+        self._finish()
+        if (shards := self._data_parallel.shards) is not None:
+            shards.show_gradients()
+
+    def _begin_forward(self, module: nn.Module, *_: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._accumulation.on_forward()
+            self._data_parallel.begin_forward(self._accumulation)
+
+    def _begin_pipeline(self, batch: Any) -> float:
+        """Begin the passes of a batch; return what its gradients are multiplied by."""
+        if self._config.weighted_gradients:
+            self._pipeline_weight = float(0 if self._rows == 0 else count_rows(batch))
+        self.begin_pass()
+        return self._factor(self._pipeline_weight)
+
+    def _weight_of(self, weight: float | None) -> float:
+        if not self._config.weighted_gradients:
+            return 1.0
+        if self.composed.pipeline is not None:
+            return self._pipeline_weight
+        rows = self._rows if weight is None or self._rows == 0 else weight
+        assert rows is not None
+        return float(rows)
+
+    @property
+    def _expected_weight(self) -> float:
+        """What losses are divided by: the batches of a full step, so that its gradients need not be divided."""
+        return 1.0 if self._config.weighted_gradients else float(self._accumulation.steps)
+
+    def _factor(self, weight: float) -> float:
+        """Return what the loss of a batch is multiplied by."""
+        return self._loss_scale.scale * weight / self._expected_weight
+
+    def _search_scale(self, loss: torch.Tensor, weight: float) -> None:
         """Find a first loss scale with which the gradients of a loss are finite, if that is left to the engine."""
-        if self._loss_scale.is_searched and self._config.zero_stage < 3:  # FSDP's hooks expect one pass
+        if self._loss_scale.is_searched and not self._data_parallel.gathers_parameters:
             self._loss_scale.search(lambda: self._overflows(loss, weight))
 
     def _overflows(self, loss: torch.Tensor, weight: float) -> bool | None:
         """Return whether gradients of a loss overflow on any rank, without keeping them; None if that cannot be computed."""
-        trained = [each for each in self._parameters if each.requires_grad]
+        trained = [each for each in self._parameters.values() if each.requires_grad]
         try:
-            found: Any = torch.autograd.grad(loss * self.factor(weight), trained, retain_graph=True, allow_unused=True)
+            found: Any = torch.autograd.grad(loss * self._factor(weight), trained, retain_graph=True, allow_unused=True)
         except RuntimeError:  # torch.compile and some checkpointing allow one pass; or there is no memory for two
             state = torch.tensor(0)
         else:
@@ -95,87 +227,66 @@ class StepGradients:
             dist.all_reduce(state, op=dist.ReduceOp.MIN)
         return None if not state else bool(state == 1)
 
-    def begin_pass(self) -> None:
-        """Take the gradients of the open step back from the loop, before a backward pass adds to them."""
-        pieces = self._made.pieces
-        if self._accumulation.is_open and not self._accumulation.is_complete:
-            self.hidden.restore()
-        else:  # there are gradients if the loop has not dropped them, to which more are added
-            if pieces is not None:
-                pieces.hold_gradients()
-            self._finish(undo=True)
-        if self._made.use is not None:
-            self._made.use.begin_pass(is_first=self._accumulation.is_first_pass)
-        will_complete = self._accumulation.will_complete
-        if pieces is not None and self._made.pipeline is None:  # a pipeline makes several backward passes
-            pieces.is_collecting = self._config.zero_stage == 2 or will_complete
-        if isinstance(self._model, DistributedModel):
-            # DDP averages in the first backward pass after a forward pass that was made for that.
-            is_averaged = self._accumulation.has_computed and self._model.require_backward_grad_sync
-            self._is_averaged_late = will_complete and not is_averaged
-
-    def end_pass(self, weight: float) -> None:
-        """Count a backward pass; then show its gradients to the loop if the step is complete, and hide them else.
-
-        Args:
-            weight: That of the batch. It counts in the first pass of a batch: several losses of one batch add up.
-        """
-        accumulation, pieces = self._accumulation, self._made.pieces
-        if accumulation.is_first_pass and (self._config.weighted_gradients or not accumulation.is_complete):
-            self.weight += weight
-        accumulation.on_backward()
-        if self._made.use is not None:
-            self._made.use.end_pass()
-            if accumulation.is_complete:
-                self._made.use.end_step()
-        if self._is_averaged_late:
-            self._average()
-        if pieces is not None and (self._config.zero_stage == 2 or accumulation.is_complete):
-            pieces.collect_gradients()
-        if not accumulation.is_complete:
-            self.hidden.hide(self._trained(), self._parameters)
-            return
-        self._check_trained()
-        self._finish()
-        if pieces is not None:
-            pieces.show_gradients()
-
-    def _average(self) -> None:
-        """Average gradients in place of DDP."""
-        trained = [each for each in self._parameters if each.requires_grad]
-        OptimizerPieces(trained, self._mesh(), is_divided=False, is_early=False).average_gradients()
+    # -- complete gradients, which are the loop's ------------------------------------------------------------------------
 
     @property
-    def _expected_weight(self) -> float:
-        """What losses are divided by: the batches of a full step, so that its gradients need not be divided."""
-        return 1.0 if self._config.weighted_gradients else float(self._accumulation.steps)
-
-    def factor(self, weight: float) -> float:
-        """Return what the loss of a batch is multiplied by."""
-        return self._loss_scale.scale * weight / self._expected_weight
+    def is_complete(self) -> bool:
+        """Whether the gradients of the step are complete, and the optimizer has not used them yet."""
+        return self._accumulation.is_complete
 
     def clip(self, max_norm: float) -> torch.Tensor | None:
-        """Clip the gradients of a complete step by their global norm; returns it, or None if they are not finite."""
-        if not self.is_finite:
+        """Clip the gradients of a complete step by their global norm; returns it, or None if there are none or not finite."""
+        if not (self.is_complete and self.is_finite):
             return None
         self._take_changes()
-        norm = self._norm()
-        self._clip(max_norm, norm)
-        self._known_norm = None
+        norm = self._gradients.clip(max_norm)
         self._note_changes()
         return norm
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients of a complete step."""
-        if self.is_finite:
+        if factor != 1 and self.is_complete and self.is_finite:
             self._take_changes()
-            scale(self._gradients(), factor)
-            self._known_norm = None
+            self._gradients.scale(factor)
             self._note_changes()
 
-    def _clip(self, max_norm: float, norm: torch.Tensor) -> None:
-        if max_norm != float("inf"):  # an infinite norm would make all gradients NaN
-            scale(self._gradients(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    def _finish(self) -> None:
+        """Make the gradients of a complete step those of its mean loss."""
+        self._divided_by, self._finite, norm = self._divisor(), None, None
+        if self._loss_scale.is_enabled:
+            norm = self._gradients.norm()
+            self._finite = HostFlag(self._is_finite_everywhere(norm))
+            self._divided_by = torch.where(self._finite.value, self._divided_by, 1.0)
+            norm = norm / self._divided_by
+        self._gradients.scale(1 / self._divided_by)
+        self._note_changes(norm)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the gradients of a complete step are finite, on all ranks; in fp16 the host waits for them to be computed."""
+        return self._finite is None or self._finite.ask()
+
+    def _divisor(self) -> torch.Tensor | float:
+        """Return what the sum of the step's gradients is divided by."""
+        divisor = self._weight / self._expected_weight * self._loss_scale.scale
+        # Gradients were averaged over the replicas: their sum is that average times their number.
+        if not self._config.weighted_gradients or api.world_size() == 1:
+            return divisor
+        total, mesh = torch.tensor(divisor, dtype=torch.float64, device=device()), self._mesh()
+        dist.all_reduce(total, group=mesh.get_group("dp"))
+        return total / mesh.size(0)
+
+    def _is_finite_everywhere(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return whether the norm is finite on all ranks.
+
+        Replicas have the same gradients. Of a parameter that tensor-parallel ranks hold in full, each has computed the gradient
+        by itself, and the norm of each rank counts its own.
+        """
+        is_finite = torch.isfinite(norm)
+        if self._config.workers_per_replica > 1:
+            is_finite = is_finite.to(torch.uint8)
+            dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
+        return is_finite.to(torch.bool)
 
     def _take_changes(self) -> None:
         """Let the optimizer use the gradients that the loop has left at the parameters.
@@ -183,159 +294,135 @@ class StepGradients:
         Raises:
             UsageError: The loop has changed those of a pipeline's stage, as by a norm that is not that of all stages.
         """
-        if self._made.pieces is not None:
-            self._made.pieces.hold_gradients()
-            self._made.pieces.show_gradients()
-        if self._made.pipeline is not None and versions(self._gradients()) != self._versions:
+        if (shards := self._data_parallel.shards) is not None:
+            shards.hold_gradients()
+            shards.show_gradients()
+        if self.composed.pipeline is not None and self._gradients.are_changed():
             raise UsageError(
                 "the loop has changed gradients, and with pipeline_parallel each rank has those of one stage alone: clip by "
                 "Engine(clip_grad_norm=...) or engine.clip_grad_norm_(max_norm), and scale the loss."
             )
 
-    def _note_changes(self) -> None:
+    def _note_changes(self, norm: torch.Tensor | None = None) -> None:
         """Remember which gradients there are, where it matters whether the loop changes them."""
-        if self._known_norm is not None or self._made.pipeline is not None:
-            self._versions = versions(self._gradients())
+        if norm is not None or self.composed.pipeline is not None:
+            self._gradients.note(norm)
 
-    def begin_forward(self, module: nn.Module) -> None:
-        """Make DDP average gradients in the backward pass that completes a step, and in no other."""
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        self._accumulation.on_forward()
-        model = self._model
-        if isinstance(model, DistributedModel):
-            model.require_backward_grad_sync = self._accumulation.will_complete
-            trained = [each.requires_grad for each in self._parameters]
-            if trained != self._averaged and any(trained):
-                self._averaged = trained
-                model.average_trained()
+    # -- the optimizer and the scheduler ----------------------------------------------------------------------------------
 
-    def _norm(self) -> torch.Tensor:
-        """Return the norm of all gradients over all ranks."""
-        counted = [each.grad for each in self._updated() if each.grad is not None and id(each) not in self._made.copied]
-        return global_norm(counted, self._mesh(), is_sharded=self._config.zero_stage > 0)
-
-    def _trained(self) -> list[torch.Tensor]:
-        """Return all tensors that may have gradients: the parameters of the model, and what the optimizer updates."""
-        return [*self._parameters, *self._updated()]
-
-    def _check_trained(self) -> None:
-        """Check after a backward pass that gradients are those of all ranks.
+    def end_batch(self) -> None:
+        """End a batch of an unfinished step, since the loop has called the optimizer.
 
         Raises:
-            UsageError: DDP waits for gradients that this pass did not compute, parameters were unfrozen, or they have hooks that
-                find other gradients than those of the plain loop.
+            UsageError: There are gradients that the engine does not know, or it is not known where the batch began.
         """
-        self._check_hooks()
-        if isinstance(self._model, DistributedModel) and not self._model.find_unused_parameters:
-            try:
-                self._model.reducer._check_reducer_finalized()
-            except RuntimeError as error:
-                raise UsageError(
-                    f"this backward pass did not compute gradients of all parameters{self._name_missing()}: give "
-                    "Engine(find_unused_parameters=True) if the loop uses different parameters in different steps or on "
-                    "different ranks, or freeze those that are never used by requires_grad_(False)."
-                ) from error
-        if any(parameter.grad is not None for parameter in self._frozen):
+        tensors = (*self._parameters.values(), *self._gradients.updated())
+        if any(self.hidden.is_strange(each) for each in tensors):
             raise UsageError(
-                "a parameter was frozen at engine.compose and has a gradient now, which is not averaged over the workers: "
-                "compose the model with all parameters that will be trained, and freeze them after that."
+                f"optimizer.step() was called with gradients that {self._advice}, and optimizer.zero_grad() after each step."
             )
+        self._check_clear()
+        self._accumulation.end_batch()
 
-    def _check_hooks(self) -> None:
-        config = self._config
-        if config.zero_stage < 3 and config.precision != "fp16" and api.world_size() == 1:
-            return
-        for each, known in zip(self._parameters, self._num_hooks, strict=True):
-            of_gradients, after_them = _count_hooks(each)
-            if after_them > known[1] or (
-                of_gradients > known[0] and (config.zero_stage == 3 or config.precision == "fp16")
-            ):
-                raise UsageError(
-                    "a parameter has a hook, which would not find its gradient: with several workers, zero_stage=3 or fp16 it is "
-                    "complete after the backward pass. Change parameter.grad before optimizer.step() in place of the hook."
-                )
+    def take_gradients(self) -> bool:
+        """Take the gradients of a complete step from the loop, and clip them.
 
-    def _name_missing(self) -> str:
-        names = [
-            name for name, each in unwrap(self._model).named_parameters() if each.requires_grad and each.grad is None
-        ]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f" ({', '.join(names[:3])}{more} have none on rank {api.world_rank()})" if names else ""
-
-    def _updated(self) -> list[torch.Tensor]:
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        return [each for group in groups for each in group["params"]]
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [each.grad for each in self._updated() if each.grad is not None]
-
-    def _divisor(self) -> torch.Tensor | float:
-        """Return what the sum of the step's gradients is divided by."""
-        divisor = self.weight / self._expected_weight * self._loss_scale.scale
-        # Gradients were averaged over the copies of the model: their sum is that average times their number.
-        if not self._config.weighted_gradients or api.world_size() == 1:
-            return divisor
-        total, copies = torch.tensor(divisor, dtype=torch.float64, device=device()), self._mesh()["dp"]
-        dist.all_reduce(total, group=copies.get_group())
-        return total / copies.size()
-
-    def _finish(self, *, undo: bool = False) -> None:
-        """Make the gradients of a complete step those of its mean loss; or undo that, before more are added."""
-        if undo:
-            factor, self._divided_by = self._divided_by, 1.0
-        else:
-            self._divided_by = self._divisor()
-            factor = 1 / self._divided_by
-            self._finite = self._known_norm = None
-            if self._loss_scale.is_enabled:
-                norm = self._norm()
-                self._finite = HostFlag(self._is_finite_everywhere(norm))
-                self._divided_by = torch.where(self._finite.value, self._divided_by, 1.0)
-                factor = 1 / self._divided_by
-                self._known_norm = norm * factor
-        if not (isinstance(factor, float) and factor == 1):
-            scale(self._gradients(), factor)
-        self._note_changes()
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the gradients of a complete step are finite, on all ranks; in fp16 the host waits for them to be computed."""
-        return self._finite is None or self._finite.ask()
-
-    def take(self) -> bool:
-        """Take the gradients of a complete step from the loop, and clip them; returns whether the optimizer makes its step."""
+        Returns:
+            Whether the optimizer makes its step. False if they are not finite on all ranks, unless the optimizer finds that out.
+        """
+        self._check_clear()
         self._take_changes()
         if self._config.clip_grad_norm is not None:
-            is_known = self._known_norm is not None and self._versions == versions(self._gradients())
-            norm = self._known_norm if is_known else None
-            self._clip(self._config.clip_grad_norm, self._norm() if norm is None else norm)
+            self._gradients.clip(self._config.clip_grad_norm)
         if self._finite is not None and self._optimizer is not None and _can_leave_out(self._optimizer):
             # The device finds out by itself, so that the host waits with the step in its queue.
             self._optimizer.found_inf = (~self._finite.value).float()  # type: ignore[attr-defined]
             return True
         return self.is_finite
 
-    def on_step(self) -> None:
-        """The optimizer has made its step, or left it out. If gradients are kept, those of the next pass are added."""
-        vars(self._optimizer or self).pop("found_inf", None)
-        self.weight, self._divided_by = 0.0, self._loss_scale.scale
+    def finish(self) -> None:
+        """End a complete step: the optimizer has used its gradients, or has skipped them since they are not finite."""
+        skipped = not self.is_finite
+        vars(self._optimizer).pop("found_inf", None)
+        if not skipped and self._data_parallel.shards is not None:
+            self._data_parallel.shards.update_parameters()
+        self._loss_scale.update(overflowed=skipped)
+        self._accumulation.on_step(skipped=skipped)
+        # If the loop keeps the gradients, those of the next pass are added.
+        self._weight, self._divided_by = 0.0, self._loss_scale.scale
 
-    def has_others(self) -> bool:
-        """Return whether there are gradients that no pass of the engine has computed; of a step that is not complete."""
-        return any(self.hidden.is_strange(each) for each in self._trained())
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, unless they belong to a step that is not complete yet."""
+        if self.is_complete:
+            self._accumulation.discard()
+            self._weight = 0.0
+        if not self._accumulation.is_open and self._optimizer is not None:
+            self._optimizer.zero_grad()
+            if self._data_parallel.shards is not None:
+                self._data_parallel.shards.drop_gradients()
 
-    def _is_finite_everywhere(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return whether the norm is finite on all ranks.
+    def take_parameters(self) -> None:
+        """Let the optimizer update what was loaded into the model."""
+        if self._data_parallel.shards is not None:
+            self._data_parallel.shards.take_parameters()
 
-        Copies of the model have the same gradients. Of a parameter that tensor-parallel ranks hold in full, each has computed
-        the gradient by itself, and the norm of each rank counts its own.
-        """
-        is_finite = torch.isfinite(norm)
-        if self._config.workers_per_replica > 1:
-            is_finite = is_finite.to(torch.uint8)
-            dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
-        return is_finite.to(torch.bool)
+    def should_schedule(self) -> bool:
+        """Return whether a call of the scheduler counts now; it may come before the optimizer's step or after it."""
+        return self.is_finite if self.is_complete else self._accumulation.may_schedule()
+
+    def on_schedule(self) -> None:
+        """The scheduler has made a step."""
+        self._accumulation.on_schedule()
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _check_backward(self, weight: float | None) -> None:
+        if self._optimizer is None and (names := list(self._config.given_but(WITHOUT_OPTIMIZER))):
+            raise UsageError(
+                f"{', '.join(names)} act in the optimizer's step, and engine.compose got no optimizer: give "
+                "compose(optimizer=...)."
+            )
+        if not self._config.weighted_gradients:
+            if weight is not None:
+                raise UsageError("engine.backward(weight=...) needs Engine(weighted_gradients=True).")
+        elif self.composed.pipeline is not None:
+            if weight is not None:
+                raise UsageError(
+                    "with pipeline_parallel the backward passes are made when the model is called, before the weight is known: "
+                    "leave out engine.backward(weight=...); batches are weighted by their rows."
+                )
+        elif weight is None and self._rows is None:
+            raise UsageError(
+                "weighted_gradients=True: the engine has handed out no batch, so it does not know its rows: call "
+                "engine.backward(loss, weight=number), or give the loader to compose(train_dataloader=...)."
+            )
+
+    def _check_clear(self) -> None:
+        """Check that it is known where batches begin, if it matters."""
+        is_fixed = self.is_complete and not self._config.weighted_gradients
+        if self._accumulation.is_unclear and not is_fixed:
+            raise UsageError(
+                "engine.backward was called several times before optimizer.step(), and the engine does not know whether that was "
+                "for one batch with several losses, or for several batches: call optimizer.step() after each batch, or add the "
+                "losses of a batch up and call engine.backward once, or give the loader to compose(train_dataloader=...)."
+            )
+
+    def _check_hooks(self) -> None:
+        """Check that no hook of the loop has found another gradient than that of the plain loop."""
+        is_late = self._data_parallel.gathers_parameters or self._config.precision == "fp16"
+        if not is_late and api.world_size() == 1:
+            return
+        for each, (num_before, num_after) in zip(self._parameters.values(), self._num_hooks, strict=True):
+            before, after = _count_hooks(each)
+            if after > num_after or (is_late and before > num_before):
+                raise UsageError(
+                    "a parameter has a hook, which would not find its gradient: with several workers, zero_stage=3 or fp16 it is "
+                    "complete after the backward pass. Change parameter.grad before optimizer.step() in place of the hook."
+                )
+
+
+def _readers(dataset: Any) -> list[Step]:
+    return [each for each in _steps if each.reads(dataset)]
 
 
 def _can_leave_out(optimizer: Optimizer) -> bool:

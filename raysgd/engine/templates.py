@@ -17,10 +17,10 @@ from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice, check_count
 from raysgd.engine.engine import Engine
 from raysgd.engine.evaluation import EvaluationLoader
-from raysgd.engine.rows import skip_batches, take_rows
+from raysgd.engine.rows import FollowedLoader, skip_batches, take_rows
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api
-from raysgd.torch.loader import PreparedLoader, prepare_data_loader
+from raysgd.torch.loader import prepare_data_loader
 
 Decay = Literal["linear", "cosine", "constant"]
 
@@ -355,7 +355,7 @@ class _Loop:
         template: PreTrainer,
         optimizer: Any,
         scheduler: Any,
-        loader: PreparedLoader,
+        loader: FollowedLoader,
         evaluation: EvaluationLoader | None,
     ) -> None:
         self._template, self._engine, self._settings = template, template.engine, template.settings
@@ -401,8 +401,8 @@ class _Loop:
         loss = self._template._loss_of(batch)
         self._engine.backward(loss)
         self._losses.append(loss.detach())
-        self._rows.append(self._engine.num_rows)
-        is_step = self._engine.is_complete()
+        self._rows.append(self._loader.num_rows)
+        is_step: bool = self._optimizer.is_complete
         if is_step and self._engine.config.clip_grad_norm is None and self._settings.clip_grad_norm is not None:
             self._engine.clip_grad_norm_(self._settings.clip_grad_norm)
         self._optimizer.step()

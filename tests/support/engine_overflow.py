@@ -30,17 +30,17 @@ class _Multiply(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-def _overflow_in(gradients: Any, is_on: Callable[[], bool]) -> None:
+def _overflow_in(step: Any, is_on: Callable[[], bool]) -> None:
     """Make a gradient overflow while it is divided over the ranks."""
-    finish = gradients._finish
+    finish = step._finish
 
-    def overflowing(*, undo: bool = False) -> None:
-        if is_on() and not undo:
-            local = (getattr(each, "_local_tensor", each) for each in reversed(gradients._gradients()))
+    def overflowing() -> None:
+        if is_on():
+            local = (getattr(each, "_local_tensor", each) for each in reversed(step._gradients.found()))
             next(each for each in local if each.numel()).view(-1)[:1] = torch.inf
-        finish(undo=undo)
+        finish()
 
-    gradients._finish = overflowing
+    step._finish = overflowing
 
 
 def schedule(optimizer: Any) -> Any:

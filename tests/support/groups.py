@@ -1,4 +1,4 @@
-"""A process group of one member, in the process of the test."""
+"""Process groups in the process of the test: of one member, or of several of which the others are not there."""
 
 from __future__ import annotations
 
@@ -27,6 +27,20 @@ def group_of_one() -> Iterator[None]:
 def enter() -> None:
     """Form a group of one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@contextmanager
+def one_of_several(size: int) -> Iterator[None]:
+    """Be rank 0 of a group, in place of the group of one; its collectives leave tensors as they are."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    leave()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        leave()
+        enter()
 
 
 def leave() -> None:

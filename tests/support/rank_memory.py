@@ -45,19 +45,19 @@ def _measure(model: Any, batch: dict[str, Any], strategy: str, mesh: Any) -> dic
     from torch.distributed._tools.mem_tracker import MemTracker
     from torch.nn.parallel import DistributedDataParallel
 
-    from raysgd.engine.composing import Composition
+    from raysgd.engine.composing import compose
     from raysgd.engine.config import EngineConfig
     from raysgd.engine.memory import KeptActivations
 
     stage = 0 if strategy == "tensor" else int(strategy[-1])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    pieces, trained = None, model
+    shards, trained = None, model
     if strategy == "zero_0":
         trained = DistributedDataParallel(model, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True)
     else:
-        made = Composition(EngineConfig(zero_stage=stage, tensor_parallel=mesh["tp"].size()), lambda: mesh)
-        made.apply(model, optimizer, None)
-        pieces, trained = made.pieces, made.model
+        config = EngineConfig(zero_stage=stage, tensor_parallel=mesh["tp"].size())
+        made = compose(config, lambda: mesh, model, optimizer)
+        shards, trained = made.data_parallel.shards, made.model
     held = {"parameters": _count_bytes([*model.parameters(), *model.buffers()])}
     tracker: Any = None
     kept = KeptActivations(trained)
@@ -71,13 +71,13 @@ def _measure(model: Any, batch: dict[str, Any], strategy: str, mesh: Any) -> dic
         held["activations"] = bytes_of["ACT"] + bytes_of["TEMP"]
         held["peak"] = bytes_of["Total"] - sum(one.nbytes for one in batch.values())
     else:
-        if pieces is not None:
-            pieces.is_collecting = True
+        if shards is not None:
+            shards.is_collecting = True
         with kept.measuring():
             _step(trained, batch)
     held["kept_activations"] = kept.num_bytes
-    if pieces is not None:
-        pieces.collect_gradients()
+    if shards is not None:
+        shards.collect_gradients()
     updated = [one for group in optimizer.param_groups for one in group["params"]]
     held["gradients"] = _count_bytes(one.grad for one in {*updated, *model.parameters()} if one.grad is not None)
     optimizer.step()

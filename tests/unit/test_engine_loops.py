@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import raysgd
 from raysgd.engine.accumulation import Accumulation
 from raysgd.errors import ConfigError, UsageError
-from support import loop_edits, project
+from support import groups, loop_edits, project
 from support.engine_steps import session_of
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -102,11 +102,25 @@ def test_parameters_without_a_gradient_keep_values_and_optimizer_state(strategie
 
 
 def test_gradient_of_another_layout_is_refused() -> None:
-    engine, model, optimizer = composed(zero_stage=2)
-    engine.backward(loss_of(model))
-    model.last.weight.grad = torch.zeros(1, 4)
-    with pytest.raises(UsageError, match=r"not divided as the optimizer's state is.*parameter\.grad\.mul_"):
-        optimizer.step()
+    with groups.one_of_several(2), session_of(0, 2):
+        engine, model, optimizer = composed(zero_stage=2)
+        engine.backward(loss_of(model))
+        model.last.weight.grad = torch.zeros(1, 4)
+        with pytest.raises(UsageError, match=r"not divided as the optimizer's state is.*parameter\.grad\.mul_"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_optimizer_updates_the_parameters_themselves_where_one_rank_has_nothing_to_divide(zero_stage: int) -> None:
+    def updated(optimizer: Any) -> set[int]:
+        return {id(each) for group in optimizer.param_groups for each in group["params"]}
+
+    _, model, optimizer = composed(zero_stage=zero_stage)
+    assert updated(optimizer) == {id(each) for each in model.parameters()}
+    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
+    with groups.one_of_several(2), session_of(0, 2):
+        _, model, optimizer = composed(zero_stage=zero_stage)
+        assert not updated(optimizer) & {id(each) for each in model.parameters()}
 
 
 def test_gradient_that_appears_within_an_unfinished_step_is_refused() -> None:
@@ -248,11 +262,12 @@ def test_optimizers_of_whole_parameters_are_refused_by_name(zero_stage: int) -> 
     model = Net()
     with pytest.raises(ConfigError, match=r"Adafactor needs whole parameters.*zero_stage=0"):
         raysgd.Engine(zero_stage=zero_stage).compose(model=model, optimizer=torch.optim.Adafactor(model.parameters()))
-    model, engine = Net(), raysgd.Engine(zero_stage=zero_stage)
-    model, optimizer, *_ = engine.compose(model=model, optimizer=Halving(model.parameters()))
-    engine.backward(loss_of(model))
-    with pytest.raises(ConfigError, match=r"Halving needs whole parameters.*zero_stage=0"):
-        optimizer.step()
+    with groups.one_of_several(2), session_of(0, 2):
+        model, engine = Net(), raysgd.Engine(zero_stage=zero_stage)
+        model, optimizer, *_ = engine.compose(model=model, optimizer=Halving(model.parameters()))
+        engine.backward(loss_of(model))
+        with pytest.raises(ConfigError, match=r"Halving needs whole parameters.*zero_stage=0"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("strategies", [*STAGES[1:], {"precision": "fp16"}, {"clip_grad_norm": 1.0}], ids=str)

@@ -1,0 +1,209 @@
+"""The ways to hold a model over the data-parallel ranks, one class for each. Worker side.
+
+| class | each rank holds | gradients are averaged by |
+| --- | --- | --- |
+| `DdpReplicas` | all | DDP |
+| `AveragedReplicas` | all; its tensor-parallel shards or its stage | all-reduce, where DDP cannot |
+| `ShardedOptimizer` (ZeRO 1) | its shards of the optimizer's state | reduce-scatter, once a step |
+| `ShardedGradients` (ZeRO 2) | also its shards of gradients | reduce-scatter, in each backward pass |
+| `FullySharded` (ZeRO 3, fully_sharded.py) | also its shards of parameters | FSDP2 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from raysgd.engine.accumulation import Accumulation
+from raysgd.engine.config import EngineConfig
+from raysgd.engine.optimizer_shards import DividedShards, OptimizerShards, average_gradients, in_buckets
+from raysgd.errors import UsageError
+from raysgd.session import api
+from raysgd.torch.model import DistributedModel, broadcast_from_rank_0, prepare_model, unwrap
+
+#: Returns the mesh of all workers.
+Mesh = Callable[[], DeviceMesh]
+#: Takes down what was done to modules, given by their names.
+Note = Callable[[Iterable[str], str], None]
+
+
+class DataParallel:
+    """One way to hold parameters, gradients and optimizer state over the data-parallel ranks.
+
+    `raysgd.engine.composing.compose` calls `start_alike`, `shard_model`, `make_shards` and `wrap`, in this order; and
+    `raysgd.engine.step.Step` the others, in each step. All ranks call them.
+
+    Args:
+        config: The strategies.
+        mesh: Called only if it is needed, because it makes process groups.
+        note: For `raysgd.Engine.describe`.
+
+    Attributes:
+        shards: What the optimizer updates, if that is not all parameters as they are.
+        is_sharded: Whether a rank updates its shards of the parameters alone.
+        gathers_parameters: Whether a pass computes with gathered parameters, not with those that the model has: it can be made
+            once, and hooks of the model's parameters do not find its gradients.
+    """
+
+    is_sharded = False
+    gathers_parameters = False
+    _collects_each_pass = False
+
+    def __init__(self, config: EngineConfig, mesh: Mesh, note: Note) -> None:
+        self._config, self._mesh, self._note = config, mesh, note
+        self.shards: OptimizerShards | None = None
+        self._frozen: list[nn.Parameter] = []
+        # A pipeline makes several backward passes for a batch.
+        self._is_early = config.pipeline_parallel == 1
+
+    @property
+    def _has_masters(self) -> bool:
+        return self._config.precision == "bf16-true" and not self.gathers_parameters
+
+    def start_alike(self, model: nn.Module) -> None:
+        """Give all ranks the values of rank 0, before master weights and shards are made of them."""
+        if api.world_size() > 1:
+            broadcast_from_rank_0(model)
+
+    def shard_model(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        """Replace the model's parameters by this rank's shards, if it has such."""
+
+    def make_shards(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make what the optimizer updates in place of its parameters."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model that the loop calls."""
+        if api.world_size() > 1:
+            self._frozen = [each for each in model.parameters() if not each.requires_grad]
+        return model
+
+    def begin_forward(self, accumulation: Accumulation) -> None:
+        """Begin a forward pass that a backward pass may follow."""
+
+    def begin_pass(self, accumulation: Accumulation) -> None:
+        """Begin a backward pass."""
+        if self.shards is not None and self._is_early:
+            self.shards.is_collecting = self._collects_each_pass or accumulation.will_complete
+
+    def end_pass(self, accumulation: Accumulation) -> None:
+        """Make the gradients of a backward pass those of all ranks, if the step is complete.
+
+        Raises:
+            UsageError: The ranks have computed gradients of different parameters, which is not possible here.
+        """
+        if self.shards is not None and (self._collects_each_pass or accumulation.is_complete):
+            self.shards.collect_gradients()
+
+    def check_gradients(self) -> None:
+        """Check that the gradients of a complete step are those of all ranks.
+
+        Raises:
+            UsageError: They are not: parameters were left out, or unfrozen.
+        """
+        if any(each.grad is not None for each in self._frozen):
+            raise UsageError(
+                "a parameter was frozen at engine.compose and has a gradient now, which is not averaged over the workers: "
+                "compose the model with all parameters that will be trained, and freeze them after that."
+            )
+
+
+class DdpReplicas(DataParallel):
+    """Each rank holds and updates all, and DDP averages gradients; a world of one has nothing to average."""
+
+    _model: DistributedModel | None = None  # if there are several ranks
+    _is_averaged_late = False  # what this backward pass computes, after it
+
+    def start_alike(self, model: nn.Module) -> None:
+        if self._has_masters:  # else DDP does it
+            super().start_alike(model)
+
+    def make_shards(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._has_masters:
+            self.shards = OptimizerShards(parameters, None)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        settings = {"find_unused_parameters": True} if self._config.find_unused_parameters else {}
+        wrapped = prepare_model(model, move_to_device=False, ddp_kwargs=settings)
+        if not isinstance(wrapped, DistributedModel):
+            return super().wrap(model)
+        self._model, self._parameters = wrapped, list(model.parameters())
+        self._averaged = self._trained()
+        self._note([""], "DDP")
+        return wrapped
+
+    def _trained(self) -> list[bool]:
+        return [each.requires_grad for each in self._parameters]
+
+    def begin_forward(self, accumulation: Accumulation) -> None:
+        """Make DDP average gradients in the backward pass that completes a step, and in no other."""
+        if self._model is None:
+            return
+        self._model.require_backward_grad_sync = accumulation.will_complete
+        trained = self._trained()
+        if trained != self._averaged and any(trained):
+            self._averaged = trained
+            self._model.average_trained()
+
+    def begin_pass(self, accumulation: Accumulation) -> None:
+        super().begin_pass(accumulation)
+        if self._model is not None:
+            # DDP averages in the first backward pass after a forward pass that was made for that.
+            is_averaged = accumulation.has_computed and self._model.require_backward_grad_sync
+            self._is_averaged_late = accumulation.will_complete and not is_averaged
+
+    def end_pass(self, accumulation: Accumulation) -> None:
+        if self._is_averaged_late:
+            for bucket in in_buckets([each for each in self._parameters if each.requires_grad]):
+                average_gradients(bucket, self._mesh().get_group("dp"))
+        super().end_pass(accumulation)
+
+    def check_gradients(self) -> None:
+        super().check_gradients()
+        if self._model is None or self._model.find_unused_parameters:
+            return
+        try:
+            self._model.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            raise UsageError(
+                f"this backward pass did not compute gradients of all parameters{self._name_missing(self._model)}: give "
+                "Engine(find_unused_parameters=True) if the loop uses different parameters in different steps or on "
+                "different ranks, or freeze those that are never used by requires_grad_(False)."
+            ) from error
+
+    def _name_missing(self, model: nn.Module) -> str:
+        names = [name for name, each in unwrap(model).named_parameters() if each.requires_grad and each.grad is None]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f" ({', '.join(names[:3])}{more} have none on rank {api.world_rank()})" if names else ""
+
+
+class AveragedReplicas(DataParallel):
+    """Each rank updates all that it holds, and the engine averages gradients.
+
+    DDP cannot with tensor parallelism and in pipelines. With ``find_unused_parameters`` it would leave zeros where no rank has
+    a gradient, which decay and momenta would apply to.
+    """
+
+    def make_shards(self, parameters: Sequence[nn.Parameter]) -> None:
+        mesh = self._mesh()
+        group = mesh.get_group("dp") if mesh.size(0) > 1 else None
+        self.shards = OptimizerShards(parameters, group, is_early=self._is_early)
+
+
+class ShardedOptimizer(DataParallel):
+    """ZeRO 1: each rank updates its shards of the parameters."""
+
+    is_sharded = True
+    _what = "optimizer state"
+
+    def make_shards(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.shards = DividedShards(parameters, self._mesh(), is_early=self._is_early)
+        self._note([""], f"{self._what} divided over {self._mesh().size(0)} ranks")
+
+
+class ShardedGradients(ShardedOptimizer):
+    """ZeRO 2: each rank has the gradients of its shards alone, from the first backward pass of a step on."""
+
+    _what = "optimizer state and gradients"
+    _collects_each_pass = True

@@ -1,0 +1,217 @@
+"""ZeRO 3: FSDP2 divides parameters, gradients and optimizer state over the data-parallel ranks. Worker side."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from raysgd.engine.accumulation import Accumulation
+from raysgd.engine.attached import AttachedHook
+from raysgd.engine.data_parallel import DataParallel
+from raysgd.engine.optimizer_shards import OptimizerShards
+from raysgd.engine.precision import DTYPES
+from raysgd.engine.tensor_parallel import fsdp_shard_placement
+from raysgd.errors import ConfigError, UsageError
+from raysgd.torch.devices import device
+
+
+class FullySharded(DataParallel):
+    """Each rank holds its shards of the parameters, which FSDP2 gathers block by block for each pass."""
+
+    is_sharded = True
+    gathers_parameters = True
+    _use: ParameterUse | None = None  # if there are several ranks
+
+    def shard_model(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        config, replicas = self._config, self._mesh()["dp"]
+        settings: dict[str, Any] = {"mesh": replicas, "mp_policy": self._precision()}
+        settings["offload_policy"] = (
+            CPUOffloadPolicy(pin_memory=device().type == "cuda") if config.cpu_offload else OffloadPolicy()
+        )
+        if config.tensor_parallel > 1:
+            settings["shard_placement_fn"] = fsdp_shard_placement(replicas.size())
+        is_free = config.find_unused_parameters and replicas.size() > 1
+        if scalars := {each for each in model.parameters() if not each.ndim}:
+            settings["ignored_params"] = scalars  # FSDP cannot divide them: their gradients are averaged as in DDP
+        sharded = {**({} if is_free else _without_shared(blocks, model)), "": model}
+        for module in sharded.values():
+            fully_shard(module, **settings)
+            module.__deepcopy__ = AttachedHook(_refuse_copy)  # type: ignore[assignment]
+        _check_averages()
+        if replicas.size() > 1:
+            self._use = ParameterUse(model, replicas.get_group(), is_free=is_free)
+        if trained := [each for each in model.parameters() if each in scalars and each.requires_grad]:
+            group = replicas.get_group() if replicas.size() > 1 else None
+            self.shards = OptimizerShards(trained, group, is_early=self._is_early)
+        self._note(sharded, f"FSDP over {replicas.size()} ranks")
+
+    def _precision(self) -> MixedPrecisionPolicy:
+        precision = self._config.precision
+        is_cast = precision == "bf16-true" or (precision != "fp32" and self._config.pipeline_parallel == 1)
+        if not is_cast:
+            return MixedPrecisionPolicy()
+        # Also with autocast: it would keep a copy of each gathered weight until the backward pass. Of a pipeline's stage, some
+        # layers are called outside of autocast.
+        return MixedPrecisionPolicy(
+            param_dtype=DTYPES[precision], reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model  # FSDP reduces the gradients of parameters that are unfrozen later, too
+
+    def begin_pass(self, accumulation: Accumulation) -> None:
+        super().begin_pass(accumulation)
+        if self._use is not None:
+            self._use.begin_pass(is_first=accumulation.is_first_pass)
+
+    def end_pass(self, accumulation: Accumulation) -> None:
+        if self._use is not None:
+            self._use.end_pass()
+            if accumulation.is_complete:
+                self._use.end_step()
+        super().end_pass(accumulation)
+
+
+class ParameterUse:
+    """Compares which parameters a backward pass used over the ranks, or makes up for it with ``find_unused_parameters``.
+
+    FSDP2 gathers the blocks that a rank computes, and reduces the gradients that a rank has: ranks that use different blocks or
+    parameters would exchange different tensors, which torch does not notice where these have the same size.
+
+    Args:
+        model: Was given to ``fully_shard``, as its blocks may have been.
+        group: The ranks that the parameters are divided over.
+        is_free: Whether ranks may use different parameters. The model is one group of FSDP then.
+
+    Raises:
+        ConfigError: This version of torch cannot do that.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, is_free: bool) -> None:
+        self._names = dict(model.named_parameters())
+        self._group = group
+        self._is_free = is_free
+        self._used: set[int] = set()  # ids of parameters, in this pass
+        self._used_in_step: set[int] = set()
+        self._pass = 0  # of its batch
+        self._left_out: dict[int, frozenset[str]] = {}  # names of parameters that passes of this number do not use
+        if is_free:
+            if not hasattr(model, "set_reduce_scatter_unused_params"):
+                raise ConfigError("find_unused_parameters=True with zero_stage=3 needs torch 2.13 or newer.")
+            model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # zeros, where this rank has no gradient
+        for parameters in _groups(model):
+            parameters.post_backward = _noting(parameters, parameters.post_backward, self._used)
+
+    def begin_pass(self, *, is_first: bool) -> None:
+        """Begin a backward pass, maybe the first one of its batch."""
+        self._used.clear()
+        self._pass = 0 if is_first else self._pass + 1
+
+    def end_pass(self) -> None:
+        """Check that this rank has used what the others have, if it must.
+
+        Raises:
+            UsageError: It has used other parameters than other ranks, or than in the first such pass.
+        """
+        if self._is_free:
+            self._used_in_step |= self._used
+            return
+        missing = frozenset(
+            name
+            for name, each in self._names.items()
+            if each.requires_grad and each.ndim and id(each) not in self._used
+        )
+        expected = self._left_out.get(self._pass)
+        if expected is None:
+            of_ranks: list[Any] = [None] * self._group.size()
+            dist.all_gather_object(of_ranks, missing, group=self._group)
+            self._left_out[self._pass] = missing
+            expected = next((each for each in of_ranks if each != missing), missing)
+        frozen = {name for name in expected if not self._names[name].requires_grad}
+        if odd := sorted((missing ^ expected) - frozen):
+            raise UsageError(
+                f"zero_stage=3: not all ranks and steps use the same parameters ({odd[0]} is one): give "
+                "Engine(find_unused_parameters=True), which gathers the model as a whole, or zero_stage=2."
+            )
+
+    def end_step(self) -> None:
+        """Drop the gradients of parameters that no rank has used in the step. All ranks call it."""
+        if not self._is_free:
+            return
+        parameters = [each for each in self._names.values() if each.requires_grad and each.ndim]
+        is_used_here = [id(each) in self._used_in_step for each in parameters]
+        flags = torch.tensor(is_used_here, dtype=torch.int32, device=device())
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        for parameter, is_used in zip(parameters, flags.tolist(), strict=True):
+            if not is_used:
+                parameter.grad = None
+        self._used_in_step.clear()
+
+
+def _groups(model: nn.Module) -> Iterable[Any]:
+    """Return FSDP's groups of parameters, which torch has no public name for."""
+    for module in model.modules():
+        if callable(get_state := getattr(module, "_get_fsdp_state", None)):
+            state = get_state()
+            several = getattr(state, "_fsdp_param_groups", None)
+            yield from [state._fsdp_param_group] if several is None and state._fsdp_param_group else several or []
+
+
+def _noting(parameters: Any, post_backward: Callable[..., None], used: set[int]) -> Callable[..., None]:
+    """Return a ``post_backward`` that notes which parameters have a gradient now."""
+
+    def note(*args: Any) -> None:
+        for each in parameters.fsdp_params:
+            whole = getattr(each, "_unsharded_param", None)
+            if whole is not None and (whole.grad is not None or each.unsharded_accumulated_grad is not None):
+                used.add(id(each.sharded_param))
+        post_backward(*args)
+
+    return note
+
+
+def _without_shared(blocks: Mapping[str, nn.Module], model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks that share no parameter with others: FSDP gathers shared ones with the parameters outside of blocks."""
+    owners: dict[nn.Parameter, set[int]] = {}
+    inside = {id(part): id(block) for block in blocks.values() for part in block.modules()}
+    for part in model.modules():
+        for parameter in part.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(inside.get(id(part), 0))
+    shared = {owner for several in owners.values() if len(several) > 1 for owner in several}
+    return {name: block for name, block in blocks.items() if id(block) not in shared}
+
+
+_NO_AVERAGES = (
+    "zero_stage=3 divides the parameters over the ranks, so that neither copy.deepcopy(model) nor "
+    "torch.optim.swa_utils.AveragedModel has whole ones: give zero_stage=2, with which both work."
+)
+
+
+def _refuse_copy(*_: Any) -> Any:
+    raise ConfigError(_NO_AVERAGES)
+
+
+def _check_averages() -> None:
+    """Let averages that were made before the parameters were divided raise an error that says so."""
+    from torch.optim.swa_utils import AveragedModel
+
+    update = AveragedModel.update_parameters
+    if getattr(update, "is_checked", False):
+        return
+
+    @functools.wraps(update)
+    def checked(self: Any, model: nn.Module) -> Any:
+        pairs = zip(self.module.parameters(), model.parameters(), strict=False)
+        if any(isinstance(new, DTensor) and not isinstance(own, DTensor) for own, new in pairs):
+            raise ConfigError(_NO_AVERAGES)
+        return update(self, model)
+
+    checked.is_checked = True  # type: ignore[attr-defined]
+    AveragedModel.update_parameters = checked  # type: ignore[method-assign]

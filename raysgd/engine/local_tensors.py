@@ -1,0 +1,36 @@
+"""DTensors and this rank's local tensors of them, and the two collectives that torch has renamed. Worker side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+# Prefer the new names: torch 2.13 warns about the old ones.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def make_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """Make a DTensor of this rank's shard, without communication; ``shape`` is that of the whole tensor."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def place_as(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a local tensor, distributed as ``tensor`` is."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return make_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
