@@ -96,6 +96,7 @@ AREAS: dict[str, Area] = {
     "checkpoint": Area(
         ("raysgd/checkpoint", "raysgd/controller/checkpoints"),
         (
+            "conformance/test_storages*.py",
             "fault/test_damaged_checkpoint.py",
             "fault/test_half_written.py",
             "fault/test_memory_checkpoints.py",
