@@ -19,9 +19,9 @@ from raysgd._util.text import with_article
 from raysgd.declarative.args import HOOKS, HookConfig, HookMapConfig, TrainerArgs
 from raysgd.declarative.hooks import FunctionHooks
 from raysgd.declarative.values import ComponentError, Importer, naming
-from raysgd.engine.rows import skip_batches
 from raysgd.session import api, context, rank_state
 from raysgd.torch.loader import PreparedLoader, make_batch_seeds, prepare_data_loader
+from raysgd.torch.rows import skip_batches
 from raysgd.torch.samplers import seeded
 
 _logger = get_logger()

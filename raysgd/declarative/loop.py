@@ -28,12 +28,13 @@ from raysgd.declarative.hooks import AggregatedOutputs, Hooks, TrainHook
 from raysgd.declarative.values import Importer, naming
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.engine import Engine
-from raysgd.engine.evaluation import EvaluationLoader
-from raysgd.engine.rows import FollowedLoader, count_rows, take_rows
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.session import api, rank_state
+from raysgd.torch.batches import count_rows, take_rows
 from raysgd.torch.devices import device, to_device
+from raysgd.torch.evaluation import EvaluationLoader
 from raysgd.torch.loader import PreparedLoader
+from raysgd.torch.rows import FollowedLoader
 
 _logger = get_logger()
 

@@ -169,7 +169,7 @@ class _PassHooks:
     """Hooks by which a step learns of backward passes, since the loop makes them itself.
 
     Args:
-        step: Learns where a pass through the model begins and ends.
+        step: Follows the passes through the model.
         loss_scale: What gradients of the criterion are multiplied by.
     """
 

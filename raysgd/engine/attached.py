@@ -27,17 +27,11 @@ class AttachedForward:
         return _same, (self._original,)
 
 
-class AttachedHook:
+class AttachedHook(AttachedForward):
     """A hook of a module. A copy or a pickle of the module has one that does nothing."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> Any:
-        return self._call(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return AttachedHook, (_nothing,)
+        super().__init__(_nothing, call)
 
 
 def _same(value: Any) -> Any:

@@ -43,7 +43,7 @@ _CARRY_SPARSE = {"precision": ("bf16",), "accumulation_steps": ..., "activation_
 
 @dataclass(frozen=True)
 class Composed:
-    """What the strategies made of a model and its optimizer.
+    """A model to train and its optimizer's parts, made by applying the strategies.
 
     Attributes:
         model: The model to train.

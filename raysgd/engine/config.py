@@ -46,8 +46,8 @@ class EngineConfig:
         zero_stage: What each data-parallel rank holds only a part of. 0: nothing (DDP); 1: the optimizer's state; 2: also
             gradients; 3: also parameters (FSDP2).
         cpu_offload: Whether parameters, gradients and optimizer state wait in host memory. Needs ``zero_stage=3``.
-        tensor_parallel: Ranks that share each layer.
-        sequence_parallel: Whether tensor-parallel ranks also share the activations between layers, along the sequence.
+        tensor_parallel: Ranks that each layer is sharded over.
+        sequence_parallel: Whether the activations between layers are sharded too, along the sequence.
         pipeline_parallel: Ranks that hold one stage of the layers each.
         micro_batches: Parts that a pipeline cuts each batch into. None: four for each stage.
         accumulation_steps: Batches of the loader per optimizer step. Gradients are communicated once per step.
@@ -133,7 +133,7 @@ class EngineConfig:
 
     @property
     def workers_per_replica(self) -> int:
-        """Ranks that hold one copy of the model between them."""
+        """Ranks that hold one replica of the model between them."""
         return self.tensor_parallel * self.pipeline_parallel
 
     def given(self) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from raysgd.config.checks import check_count
 from raysgd.engine.checks import check_parts, check_workers
 from raysgd.engine.composing import compose
 from raysgd.engine.config import EngineConfig, current_engine_config, merge_configs
-from raysgd.engine.evaluation import gather_for_metrics
 from raysgd.engine.memory import KeptActivations, MemoryUse, measure
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps
 from raysgd.engine.precision import LossScale
@@ -26,6 +25,7 @@ from raysgd.engine.saving import SAVED_NAMES, EngineState, collect, spread
 from raysgd.engine.step import Step
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api
+from raysgd.torch.evaluation import gather_for_metrics
 from raysgd.torch.loader import prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
 
@@ -53,7 +53,7 @@ class Engine:
     Strategies of the command line, as in ``raysgd run --engine.precision bf16 script.py``, override those that are given here.
 
     With ``plan="auto"``, `compose` chooses the strategies that are not given: the fastest that fit into the memory of the
-    devices. The loop computes the same, and the Trainer's ``workers_per_replica`` says how many workers hold one copy of the
+    devices. The loop computes the same, and the Trainer's ``workers_per_replica`` says how many workers hold one replica of the
     model between them.
 
     Args:
@@ -118,9 +118,9 @@ class Engine:
             model: Is changed in place; its parameters may be replaced by others.
             optimizer: Made of the model's parameters. It is moved to the new ones with its groups and its state.
             lr_scheduler_fn: Called with the optimizer that is returned; returns its scheduler.
-            train_dataloader: Each copy of the model reads its shard; see `raysgd.torch.prepare_data_loader`. With
+            train_dataloader: Each replica of the model reads its shard; see `raysgd.torch.prepare_data_loader`. With
                 ``weighted_gradients=True`` the rows that it repeats at the end of an epoch are left out.
-            eval_dataloader: Each row is read on one copy of the model, and once; see ``train=False`` there.
+            eval_dataloader: Each row is read on one replica of the model, and once; see ``train=False`` there.
             tensor_plan: A plan for ``tensor_parallel``: torch's styles by module path, or a function that is called with the
                 model and the mesh's axis ``"tp"``. None: it is made from the model's structure.
             sample_batch: Used by ``plan="auto"``: a batch of the loop, or shapes as `raysgd.engine.plan` takes them. Give the
@@ -239,7 +239,7 @@ class Engine:
     def save_checkpoint(self, *, metrics: Mapping[str, Any] | None = None, merged: bool = False, **more: Any) -> None:
         """Save model, optimizer, scheduler and the engine's own state, and ``more`` values; see `raysgd.save_checkpoint`.
 
-        Every rank calls it. Each saves the pieces that it holds, and any number of ranks with any strategies can load them.
+        Every rank calls it. Each saves the shards that it holds, and any number of ranks with any strategies can load them.
 
         Args:
             metrics: What retention ranks the checkpoint by, as for `raysgd.save_checkpoint`.

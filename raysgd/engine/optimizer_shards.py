@@ -109,7 +109,7 @@ class _Bucket:
 
 
 class OptimizerShards:
-    """What an optimizer updates in place of a model's parameters; here, all of each parameter.
+    """The tensors that an optimizer updates in place of a model's parameters; here, all of each parameter.
 
     Args:
         parameters: Those that the optimizer updates; plain tensors, or DTensors of tensor parallelism.
@@ -138,7 +138,7 @@ class OptimizerShards:
 
     @property
     def tensor_of(self) -> dict[nn.Parameter, torch.Tensor]:
-        """What the optimizer updates, by the parameters."""
+        """The tensors that the optimizer updates, by their parameters."""
         return {each.parameter: each.tensor for each in self._shards()}
 
     def collect_gradients(self) -> None:
@@ -247,8 +247,7 @@ class DividedShards(OptimizerShards):
         self._replicas = mesh["dp"]
         self._with_tensor = mesh["dp", "tp"]
         self._num_ranks, self._rank = self._replicas.size(), self._replicas.get_local_rank()
-        self._dp_group = self._replicas.get_group()
-        super().__init__(parameters, self._dp_group, is_early=is_early)
+        super().__init__(parameters, self._replicas.get_group(), is_early=is_early)
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 bucket.places.append(bucket.row)
@@ -287,20 +286,16 @@ class DividedShards(OptimizerShards):
 
         Each rank's row ends with which gradients there are: their sum says how many ranks have one.
         """
-        is_used = [parameter.grad is not None for parameter in bucket.parameters]
-        dtype, device = _master_type(first := local_of(bucket.parameters[0])), first.device
-        row = bucket.row
-        sent = torch.zeros(self._num_ranks, row + len(is_used), dtype=dtype, device=device)
-        sent[:, row:] = _flags(is_used, dtype, device)
-        for parameter, at in zip(bucket.parameters, bucket.places, strict=True):
-            if (gradient := parameter.grad) is None:
-                continue
-            for rank in range(self._num_ranks):
-                own = self._cut(local_of(gradient), parameter, rank)
-                sent[rank, at : at + own.numel()] = own.reshape(-1)
+        first, row = local_of(bucket.parameters[0]), bucket.row
+        gradients = [parameter.grad for parameter in bucket.parameters]
+        is_used = [gradient is not None for gradient in gradients]
+        sent = first.new_zeros(self._num_ranks, row + len(is_used), dtype=_master_type(first))
+        sent[:, row:] = _flags(is_used, sent.dtype, sent.device)
+        self._exchange(bucket, sent, gradients, fills_rows=True)
+        for parameter in bucket.parameters:
             parameter.grad = None
         received = torch.empty_like(sent[0])
-        reduce_scatter(received, sent.view(-1), group=self._dp_group)
+        reduce_scatter(received, sent.view(-1), group=self._group)
         are_used = _are_used(is_used, received[row:])
         received /= self._num_ranks
         for each, at, is_there in zip(bucket.shards, bucket.places, are_used, strict=True):
@@ -311,16 +306,30 @@ class DividedShards(OptimizerShards):
     def _update(self, bucket: _Bucket) -> None:
         """All-gather the parameters of a bucket."""
         first = local_of(bucket.parameters[0])
-        sent = torch.zeros(bucket.row, dtype=first.dtype, device=first.device)
+        sent = first.new_empty(bucket.row)
         for each, at in zip(bucket.shards, bucket.places, strict=True):
-            local = local_of(each.tensor).detach()
+            local = local_of(each.tensor)
             sent[at : at + local.numel()] = local.reshape(-1)
-        received = torch.empty(self._num_ranks, bucket.row, dtype=first.dtype, device=first.device)
-        all_gather(received.view(-1), sent, group=self._dp_group)
-        for parameter, at in zip(bucket.parameters, bucket.places, strict=True):
-            for rank in range(self._num_ranks):
-                own = self._cut(local_of(parameter).detach(), parameter, rank)
-                own.copy_(received[rank, at : at + own.numel()].view(own.shape))
+        received = first.new_empty(self._num_ranks, bucket.row)
+        all_gather(received.view(-1), sent, group=self._group)
+        self._exchange(bucket, received, bucket.parameters, fills_rows=False)
+
+    @torch.no_grad()
+    def _exchange(
+        self, bucket: _Bucket, rows: torch.Tensor, tensors: Sequence[torch.Tensor | None], *, fills_rows: bool
+    ) -> None:
+        """Copy tensors of the bucket's parameters into the rows of the ranks, or the rows into the tensors, in one operation."""
+        in_rows, in_tensors = [], []
+        for parameter, at, tensor in zip(bucket.parameters, bucket.places, tensors, strict=True):
+            if tensor is None:
+                continue
+            local = local_of(tensor)
+            # Each rank has its own value of a scalar, which may differ in rounding: all take the first one.
+            for rank in range(self._num_ranks if fills_rows or local.ndim else 1):
+                in_tensors.append(part := self._cut(local, parameter, rank))
+                in_rows.append(rows[rank, at : at + part.numel()].view(part.shape))
+        if in_rows:
+            torch._foreach_copy_(*((in_rows, in_tensors) if fills_rows else (in_tensors, in_rows)))
 
 
 def in_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

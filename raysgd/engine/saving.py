@@ -94,7 +94,7 @@ class OptimizerNumbers:
 
 @dataclass(frozen=True)
 class EngineState:
-    """What is saved of a loop: its model, its optimizer and scheduler if it has them, and the loss scale."""
+    """The state of a loop that is saved: its model, its optimizer and scheduler if it has them, and the loss scale."""
 
     composed: Composed
     optimizer: EngineOptimizer | None

@@ -23,12 +23,13 @@ from raysgd.engine.data_parallel import Mesh
 from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag
 from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import LossScale
-from raysgd.engine.rows import FollowedLoader, count_rows
 from raysgd.errors import UsageError
 from raysgd.session import api
+from raysgd.torch.batches import count_rows
 from raysgd.torch.devices import device
 from raysgd.torch.loader import PreparedLoader
 from raysgd.torch.model import unwrap
+from raysgd.torch.rows import FollowedLoader
 
 #: The steps of this process, of which several may read the batches of one loader, as those of a GAN do.
 _steps: weakref.WeakSet[Step] = weakref.WeakSet()

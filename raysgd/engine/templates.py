@@ -16,11 +16,12 @@ from raysgd._util.text import with_article
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice, check_count
 from raysgd.engine.engine import Engine
-from raysgd.engine.evaluation import EvaluationLoader
-from raysgd.engine.rows import FollowedLoader, skip_batches, take_rows
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api
+from raysgd.torch.batches import take_rows
+from raysgd.torch.evaluation import EvaluationLoader
 from raysgd.torch.loader import prepare_data_loader
+from raysgd.torch.rows import FollowedLoader, skip_batches
 
 Decay = Literal["linear", "cosine", "constant"]
 
@@ -31,7 +32,7 @@ class TemplateSettings:
     """Settings of `PreTrainer` and `Finetuner`; each field is an argument of theirs.
 
     Attributes:
-        batch_size: Rows of a batch on each copy of the model; the engine's ``accumulation_steps`` multiplies it. For datasets;
+        batch_size: Rows of a batch on each replica of the model; the engine's ``accumulation_steps`` multiplies it. For datasets;
             a DataLoader has its own.
         epochs: Passes over the training data.
         steps: Optimizer steps; ends the training before ``epochs`` are over, or continues beyond them.
@@ -362,7 +363,7 @@ class _Loop:
         self._optimizer, self._scheduler = optimizer, scheduler
         self._loader, self._evaluation = loader, evaluation
         self._epoch, self._step = 0, 0
-        self._num_batches = 0  # of this epoch, on each copy of the model
+        self._num_batches = 0  # of this epoch, on each replica
         self._losses: list[torch.Tensor] = []  # since the last report
         self._rows: list[int] = []
         self._metrics: dict[str, Any] = {}

@@ -18,8 +18,8 @@ from raysgd._util.text import with_article
 from raysgd.config.checks import check_count
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
+from raysgd.torch.batches import without_rows
 from raysgd.torch.devices import device, to_device
-from raysgd.torch.emptying import without_rows
 from raysgd.torch.own_shards import check_no_repeats, is_own_shard, stated_shard
 from raysgd.torch.samplers import (
     BatchSeeds,

@@ -50,7 +50,7 @@ def test_layers_that_are_left_out_are_refused_without_the_setting(ranks: RankGro
         assert isinstance(outcome, str) and "Engine(find_unused_parameters=True)" in outcome
 
 
-def test_pieces_need_no_setting_for_layers_that_are_left_out(ranks: RankGroup) -> None:
+def test_zero_1_and_2_need_no_setting_for_layers_that_are_left_out(ranks: RankGroup) -> None:
     loops = [
         loop_edits.Loop(strategy, edit, 2, 3, finds_unused=False)
         for strategy in ("ZeRO 1", "ZeRO 2")

@@ -241,7 +241,7 @@ def test_table_says_what_each_rank_has(ranks: RankGroup) -> None:
         assert head == ["module", "done to it"]
         block = "full activation checkpointing; FSDP over 2 ranks"
         assert dict(rows) == {
-            "(model)": "layers shared by 2 ranks; autocast to bf16; FSDP over 2 ranks",
+            "(model)": "layers sharded over 2 ranks; autocast to bf16; FSDP over 2 ranks",
             "transformer.h.0": block,
             "transformer.h.1": block,
         }

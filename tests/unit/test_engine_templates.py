@@ -17,10 +17,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 import raysgd
 from raysgd.engine import Finetuner, PreTrainer, TemplateSettings
-from raysgd.engine.evaluation import EvaluationLoader, interleave
-from raysgd.engine.rows import RowPlaces, take_rows
 from raysgd.engine.templates import learning_rate_factor, make_default_optimizer
 from raysgd.errors import ConfigError, UnknownArgumentError, UsageError
+from raysgd.torch.batches import take_rows
+from raysgd.torch.evaluation import EvaluationLoader, interleave
+from raysgd.torch.rows import RowPlaces
 from raysgd.torch.samplers import Shard
 from support.engine_steps import session_of
 
@@ -178,7 +179,7 @@ def test_validation_data_whose_rows_are_not_known_is_refused_before_training() -
     with session_of(1, 3):
         prepared = raysgd.torch.prepare_data_loader(DataLoader(range(9), batch_size=2), global_batch_size=4)
         with pytest.raises(
-            ConfigError, match=r"3 copies of the model .* UnevenBatchSampler does not say so: give a dataset"
+            ConfigError, match=r"3 replicas of the model .* UnevenBatchSampler does not say so: give a dataset"
         ):
             EvaluationLoader(prepared)
         with pytest.raises(UsageError, match="Rows is an IterableDataset, which no sampler can split"):

@@ -29,7 +29,7 @@ from torch.utils.data import (
 import raysgd
 from raysgd.errors import ConfigError, UsageError
 from raysgd.torch import prepare_data_loader
-from raysgd.torch.emptying import without_rows
+from raysgd.torch.batches import without_rows
 from support.loader_draws import Enter, on_ranks, worlds
 
 NUM = 13
@@ -287,7 +287,7 @@ def test_gathered_values_count_each_row_once_in_the_order_of_the_data(
     train: bool, num: int, size: int, batch_size: int
 ) -> None:
     with worlds() as world, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(raysgd.Engine, "_check_workers", lambda self: None)
+        patch.setattr("raysgd.engine.engine.check_workers", lambda *_: None)
         ranks = on_ranks(world, size, lambda rank: gather_rows(rank, num, batch_size, train))
     for batches in ranks:
         assert torch.cat([batch["twice"][0] for batch in batches]).tolist() == list(range(0, 2 * num, 2))

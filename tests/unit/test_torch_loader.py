@@ -25,9 +25,9 @@ from torch.utils.data import (
 )
 
 import raysgd.torch
-from raysgd.engine.rows import skip_batches
 from raysgd.errors import ConfigError, UsageError
 from raysgd.torch import prepare_data_loader
+from raysgd.torch.rows import skip_batches
 from support.loader_draws import Augmented, Enter, check_augmented_alike, worlds
 from support.project import ROOT
 

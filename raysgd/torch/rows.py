@@ -1,4 +1,4 @@
-"""Rows of batches, and which of them a prepared loader repeats. Worker side.
+"""Which rows of its batches a prepared loader repeats, loaders that leave them out, and that begin within an epoch. Worker side.
 
 `raysgd.torch.prepare_data_loader` gives all ranks equally many batches, which sharded models need, and repeats the first rows
 for that. The repeated rows are the last ones in the order of the data, so their places are known.
@@ -6,15 +6,14 @@ for that. The repeated rows are the last ones in the order of the data, so their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from raysgd.session import context
+from raysgd.torch.batches import count_rows, take_rows
 from raysgd.torch.loader import PreparedLoader
 from raysgd.torch.samplers import StridedSampler, UnevenBatchSampler
 
@@ -75,7 +74,8 @@ class RowPlaces:
             return rows
         if not self.by_rows:
             return rows if batch * self.num_ranks + self.rank < total else 0
-        return sum((rows_before + row) * self.num_ranks + self.rank < total for row in range(rows))
+        num_of_rank = -(-(total - self.rank) // self.num_ranks)
+        return max(0, min(rows, num_of_rank - rows_before))
 
 
 class FollowedLoader(PreparedLoader):
@@ -102,22 +102,15 @@ class FollowedLoader(PreparedLoader):
         self.num_rows = 0
         self._places = None if keeps_repeated else RowPlaces(prepared)
 
-    def __iter__(self) -> Iterator[Any]:
-        # A loop that was resumed within an epoch has put a sampler there that leaves out the first batches.
-        sampler = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
-        num_left_out = getattr(sampler, "num_left_out", 0)
-        return self._follow(super().__iter__(), num_left_out)
-
-    def _follow(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
+    def _batches(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
         rows_before = number * (0 if self._places is None else self._places.batch_size)
         try:
-            for batch, is_last in self._with_ends(batches, number):
-                num_own = rows = count_rows(batch)
+            for batch, is_last in self._with_ends(super()._batches(batches, number), number):
+                self.num_rows = rows = count_rows(batch)
                 if self._places is not None:
-                    num_own = self._places.num_own(number, rows_before, rows)
-                    batch = take_rows(batch, num_own or rows)
-                self.num_rows = num_own
-                self._on_batch(num_own, is_last)
+                    self.num_rows = self._places.num_own(number, rows_before, rows)
+                    batch = take_rows(batch, self.num_rows or rows)
+                self._on_batch(self.num_rows, is_last)
                 yield batch
                 number, rows_before = number + 1, rows_before + rows
         finally:
@@ -136,27 +129,6 @@ class FollowedLoader(PreparedLoader):
             following = next(batches, _END)
             yield batch, following is _END
             batch = following
-
-
-def count_rows(batch: Any) -> int:
-    """Return the size of the first dimension of a batch's first tensor; 1 if there is none."""
-    values = list(batch.values()) if isinstance(batch, Mapping) else batch
-    tensors = [each for each in pytree.tree_leaves(values) if isinstance(each, torch.Tensor) and each.ndim]
-    return tensors[0].shape[0] if tensors else 1
-
-
-def take_rows(batch: Any, num_rows: int) -> Any:
-    """Return a batch with its first rows only."""
-    rows = count_rows(batch)
-    if num_rows >= rows:
-        return batch
-
-    def cut(value: Any) -> Any:
-        return value[:num_rows] if isinstance(value, torch.Tensor) and value.ndim and len(value) == rows else value
-
-    if isinstance(batch, Mapping) and not isinstance(batch, dict):  # such as a tokenizer's batch
-        return {name: pytree.tree_map(cut, value) for name, value in batch.items()}
-    return pytree.tree_map(cut, batch)
 
 
 class _RemainingItems:

@@ -10,10 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from raysgd._util.text import with_article
-from raysgd.engine.rows import RowPlaces, count_rows
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api, context
+from raysgd.torch.batches import count_rows
 from raysgd.torch.loader import PreparedLoader, newest
+from raysgd.torch.rows import RowPlaces
 
 T = TypeVar("T")
 _MISSING: Any = object()
@@ -44,7 +45,7 @@ class EvaluationLoader:
         self._places = RowPlaces(loader)
         if not self._places.is_even:
             raise ConfigError(
-                f"an evaluation on {self._places.num_ranks} copies of the model needs to know which rows each of them reads, "
+                f"an evaluation on {self._places.num_ranks} replicas of the model needs to know which rows each of them reads, "
                 f"and {type(loader.loader.batch_sampler).__name__} does not say so: give a dataset, or a DataLoader with "
                 "batch_size=... or with a batch sampler that yields the same batches on all ranks."
             )

@@ -1,0 +1,104 @@
+"""The rows of a batch: how many there are, and a batch of the first of them or of none. Worker side."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from raysgd._util.text import with_article
+from raysgd.errors import UsageError
+
+
+def count_rows(batch: Any) -> int:
+    """Return the size of the first dimension of a batch's first tensor or array; 1 if there is none."""
+    return next((len(each) for each in _leaves(batch) if _has_rows(each)), 1)
+
+
+def take_rows(batch: Any, num_rows: int) -> Any:
+    """Return a batch of the same structure and types with its first rows only.
+
+    What has no entry for each row stays as it is, as do objects that cannot be cut.
+    """
+    rows = count_rows(batch)
+    return batch if num_rows >= rows else _Cut(rows, num_rows)(batch)
+
+
+def without_rows(batch: Any) -> Any:
+    """Return a batch of the same structure and types without rows.
+
+    Tensors, arrays and lists keep the dimensions after the first; what has no entry for each row stays as it is.
+
+    Raises:
+        UsageError: The batch holds no tensor that says how many rows there are, or an object that cannot be cut.
+    """
+    if not any(map(_has_rows, _leaves(batch))):
+        raise _cannot_cut(batch)
+    return _Cut(count_rows(batch), 0, is_strict=True)(batch)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, np.ndarray)) and leaf.ndim > 0
+
+
+def _leaves(value: Any) -> list[Any]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [leaf for field in dataclasses.fields(value) for leaf in _leaves(getattr(value, field.name, None))]
+    if isinstance(value, Mapping):
+        return [leaf for each in value.values() for leaf in _leaves(each)]
+    return pytree.tree_leaves(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """Keeps the first of a batch's rows.
+
+    Attributes:
+        num_rows: Rows of the batch.
+        kept: Rows that are kept.
+        is_strict: Whether objects of unknown kinds are refused.
+    """
+
+    num_rows: int
+    kept: int
+    is_strict: bool = False
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            return value[: self.kept] if value.ndim and len(value) == self.num_rows else value
+        if isinstance(value, Mapping):
+            changed = {key: self(each) for key, each in value.items()}
+            if type(value) is dict or not isinstance(value, MutableMapping):
+                return changed
+            clone = copy.copy(value)
+            clone.update(changed)
+            return clone
+        if isinstance(value, (list, tuple)):
+            return self._cut_sequence(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            changed_fields = copy.copy(value)
+            for field in dataclasses.fields(value):
+                object.__setattr__(changed_fields, field.name, self(getattr(value, field.name)))
+            return changed_fields
+        if self.is_strict and not (value is None or isinstance(value, (str, bytes, int, float, complex))):
+            raise _cannot_cut(value)
+        return value
+
+    def _cut_sequence(self, values: Any) -> Any:
+        if any(isinstance(each, (torch.Tensor, np.ndarray, Mapping, list, tuple)) for each in values):
+            changed = [self(each) for each in values]
+        else:
+            changed = list(values[: self.kept]) if len(values) == self.num_rows else list(values)
+        return type(values)(*changed) if hasattr(values, "_fields") and changed else type(values)(changed)
+
+
+def _cannot_cut(value: Any) -> UsageError:
+    return UsageError(
+        f"a rank has no row left in the last step of an evaluation, and {with_article(type(value).__name__)} cannot be made a "
+        "batch without rows: give a batch_size of 2 or more and at least as many rows as workers, or drop_last=True."
+    )
