@@ -57,9 +57,8 @@ class StepGradients:
         self._config, self._made, self._model, self._optimizer = config, made, model, optimizer
         self._mesh, self._accumulation, self._loss_scale = mesh, accumulation, loss_scale
         self.hidden = HiddenGradients()
-        self._finite: HostFlag | None = (
-            None  # whether the gradients of a complete step are finite, if that is in question
-        )
+        # Whether the gradients of a complete step are finite, if that is in question.
+        self._finite: HostFlag | None = None
         self.weight = 0.0
         self._divided_by: torch.Tensor | float = 1.0  # what the gradients of a complete step were divided by
         self._known_norm: torch.Tensor | None = None  # of gradients that the loop has not changed since, by `_versions`
