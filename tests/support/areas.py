@@ -147,6 +147,7 @@ AREAS: dict[str, Area] = {
             "integration/test_engine_doors.py",
             "integration/test_engine_export.py",
             "integration/test_engine_loops.py",
+            "integration/test_engine_models.py",
             "integration/test_engine_runs.py",
         ),
     ),

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import raysgd
 from raysgd.engine.pipeline.schedule import PipelineModel, split_model
+from raysgd.engine.precision import autocast_forward
 from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, local_boxes, make_tensor_plan
 from support.engine_models import STEPS, batch, build, differences, full, mesh, plain, split_options, train
 from support.engine_steps import mean_over_ranks, session_of
@@ -92,15 +93,13 @@ def lower_precision(kind: str, shape: Shape, is_autocast: bool) -> tuple[float, 
     pipeline = split_model(model, axes["pp"]) if shape[1] > 1 else None
     if shape[2] > 1:
         apply_tensor_plan(model, axes["tp"], make_tensor_plan(model, shape[2], sequence_parallel=True))
-
-    def context() -> Any:
-        return torch.autocast("cpu", torch.bfloat16, enabled=is_autocast)
+    if is_autocast:
+        autocast_forward(model, torch.bfloat16), autocast_forward(reference, torch.bfloat16)
 
     def step_of(trained: nn.Module, one: dict[str, Tensor]) -> Tensor:
         if trained is model and pipeline is not None:
-            return pipeline.step(one, 4, forward_context=context)
-        with context():
-            loss: Tensor = trained(**one).loss
+            return pipeline.step(one, 4)
+        loss: Tensor = trained(**one).loss
         loss.backward()
         return loss
 
@@ -340,27 +339,6 @@ def evaluated(kind: str) -> tuple[float, bool]:
     loss = pipeline.evaluate(batch(kind, 0, rows=6), 4)
     expected = reference(**batch(kind, 0, rows=6)).loss
     return abs(float(loss / expected.detach()) - 1), any(one.grad is not None for one in model.parameters())
-
-
-def own_loss(kind: str) -> float:
-    """Return the difference of gradients with a loss that is given, on batches whose rows change."""
-    model, reference = build(kind), build(kind)
-
-    def loss(outputs: Any, one: Any) -> Tensor:
-        return (outputs.logits.mean(dim=(1, 2)) * one["weights"]).mean()
-
-    pipeline = split_model(model, mesh(2, 2, 1)["pp"], loss=loss)
-    for rows in (8, 7, 6):
-        one = {**batch(kind, rows, rows=rows), "weights": torch.arange(rows) + 1.0}
-        del one["labels"]
-        found = pipeline.step(one, 4)
-        inputs = {key: value for key, value in one.items() if key != "weights"}
-        expected = loss(reference(**inputs), one)
-        expected.backward()
-        assert abs(float(found) - float(expected.detach())) < 1e-6, (found, expected)
-    theirs = dict(reference.named_parameters(remove_duplicate=False))
-    own = model.named_parameters(remove_duplicate=False)
-    return max(float((one.grad - theirs[name].grad).abs().max()) for name, one in own if one.grad is not None)
 
 
 def _normalized() -> nn.Module:

@@ -95,6 +95,7 @@ def test_little_memory_needs_checkpointing_and_the_reason_is_described(caplog: p
     assert re.search(r"^blocks\.5 +full activation checkpointing$", table, re.MULTILINE)
     (line,) = [record.getMessage() for record in caplog.records if "plan=" in record.getMessage()]
     assert line.startswith('plan="auto": chosen: full checkpointing.') and "Not one device" in line
+    assert "(not calibrated: times assume the speeds of a current data-center GPU)" in line
     assert "\n" not in line
 
 

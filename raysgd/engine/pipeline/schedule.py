@@ -7,7 +7,6 @@ losses, and the names of parameters stay. The schedules and their messages are t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,17 +31,8 @@ _MAX_RUNS = 8
 #: Further arguments of the model: hidden states are all that passes on from a forward pass.
 _OPTIONS = {"use_cache": False, "return_dict": True}
 
-#: A loss of a user: of the model's outputs and the micro-batch.
-Loss = Callable[[Any, Mapping[str, Tensor]], Tensor]
 
-
-def split_model(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    loss: Loss | None = None,
-    count_items: Callable[[Mapping[str, Tensor]], Tensor | int] | None = None,
-) -> PipelineModel:
+def split_model(model: nn.Module, mesh: DeviceMesh) -> PipelineModel:
     """Keep this rank's stage of a model; every rank of the mesh calls it with the whole model.
 
     The blocks are balanced by their parameters. Embeddings are on the first stage, the head and the loss on the last. If the
@@ -52,9 +42,6 @@ def split_model(
         model: A model for GPT-2, LLaMA or BERT of transformers, which is changed in place. All ranks get the parameters of
             the mesh's first.
         mesh: The pipeline axis, ``mesh["pp"]``.
-        loss: The loss of the model's outputs and a micro-batch, a mean over its items. None: the model's own, of ``labels``.
-        count_items: The number of items of a micro-batch, over which `loss` is a mean. None: as the model's own loss counts
-            them; for a `loss` that is given, the rows.
 
     Returns:
         The stage. Its `module` is the model; tensor parallelism and then data parallelism may be applied to it.
@@ -65,8 +52,6 @@ def split_model(
     if mesh.ndim != 1:
         raise ConfigError(f"A model is split over one axis of a mesh, and this one has {mesh.ndim}: give mesh['pp'].")
     split = read_model(model, mesh.size())
-    if loss is None and count_items is None:
-        count_items = item_counter(model)
     for tensor in (*model.parameters(), *model.buffers()):
         broadcast_from_first(tensor, mesh.get_group())
     split.keep_stage(model, mesh.get_local_rank())
@@ -80,8 +65,7 @@ def split_model(
         is_first=mesh.get_local_rank() == 0,
         is_last=mesh.get_local_rank() == mesh.size() - 1,
         base=split.base,
-        loss=loss,
-        count_items=count_items or _rows,
+        count_items=item_counter(model),
     )
     return PipelineModel(model, mesh, split)
 
@@ -91,7 +75,6 @@ class _StageState:
     is_first: bool
     is_last: bool
     base: str
-    loss: Loss | None
     count_items: Callable[[Mapping[str, Tensor]], Tensor | int]
     #: Whether a schedule runs; nobody else can run a stage.
     is_running: bool = False
@@ -101,8 +84,6 @@ class _StageState:
     scale: float | Tensor = 1.0
     #: The type of the hidden states between stages.
     dtype: torch.dtype = torch.float32
-    #: What the stage's forward pass runs in.
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class _Stage(nn.Module):
@@ -124,21 +105,17 @@ class _Stage(nn.Module):
         inputs: dict[str, Any] = {key: value for key, value in batch.items() if key in keys}
         if not state.is_first:
             (inputs["inputs_embeds"],) = hidden
-        with state.context():
-            if not state.is_last:
-                outputs = getattr(self, state.base)(**inputs, **_OPTIONS)
-                result: Tensor = outputs.last_hidden_state.to(state.dtype)
-                return result
-            return self._share_of_loss(inputs, batch)
+        if not state.is_last:
+            outputs = getattr(self, state.base)(**inputs, **_OPTIONS)
+            result: Tensor = outputs.last_hidden_state.to(state.dtype)
+            return result
+        return self._share_of_loss(inputs, batch)
 
     def _share_of_loss(self, inputs: dict[str, Any], batch: Mapping[str, Tensor]) -> Tensor:
         """Return what the micro-batch adds to the batch's loss, the mean over all items."""
         state = self._stage_state
         num_items = state.count_items(batch)
-        if state.loss is not None:
-            value = state.loss(super().forward(**inputs, **_OPTIONS), batch)
-        else:
-            value = super().forward(**inputs, labels=batch["labels"], **_OPTIONS).loss
+        value = super().forward(**inputs, labels=batch["labels"], **_OPTIONS).loss
         # A mean over no items is not a number; such a micro-batch adds nothing.
         share = torch.where(torch.as_tensor(num_items, device=value.device) > 0, value.float(), 0.0)
         return torch.stack([share * num_items / state.num_items])
@@ -193,7 +170,6 @@ class PipelineModel:
         micro_batches: int | None = None,
         *,
         scale: float | Tensor = 1.0,
-        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Tensor:
         """Run the forward and backward passes of a whole batch; gradients are added to those that are there.
 
@@ -202,7 +178,6 @@ class PipelineModel:
             micro_batches: The parts that the batch is cut into. None: four for each stage. If it does not divide the rows,
                 the largest number below it that does is used.
             scale: What the gradients are multiplied by: a loss scale, or the part that the batch is of an accumulated step.
-            forward_context: What each micro-batch's forward pass runs in: autocast.
 
         Returns:
             The loss of the batch as the whole model computes it, without `scale`; all stages have it.
@@ -211,27 +186,20 @@ class PipelineModel:
             ConfigError: The batch has arguments that a pipeline does not know.
         """
         held = self._hold_tied_gradients()
-        loss = self._run(batch, micro_batches, scale, forward_context, is_training=True)
+        loss = self._run(batch, micro_batches, scale, is_training=True)
         self._add_tied_gradients(held)
         return loss
 
-    def evaluate(
-        self,
-        batch: Mapping[str, Any],
-        micro_batches: int | None = None,
-        *,
-        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> Tensor:
+    def evaluate(self, batch: Mapping[str, Any], micro_batches: int | None = None) -> Tensor:
         """Compute the loss of a whole batch without gradients; arguments and result as those of `step`."""
         with torch.no_grad():
-            return self._run(batch, micro_batches, 1.0, forward_context, is_training=False)
+            return self._run(batch, micro_batches, 1.0, is_training=False)
 
     def _run(
         self,
         batch: Mapping[str, Any],
         micro_batches: int | None,
         scale: float | Tensor,
-        forward_context: Callable[[], AbstractContextManager[Any]],
         *,
         is_training: bool,
     ) -> Tensor:
@@ -239,7 +207,7 @@ class PipelineModel:
         tensors, num_rows, length = self._check_batch(batch)
         num_parts = _divisor(num_rows, micro_batches or 4 * self.mesh.size())
         state.num_items = state.count_items(tensors)
-        state.dtype, state.context, state.scale = self._hidden_dtype(), forward_context, scale
+        state.dtype, state.scale = self._hidden_dtype(), scale
         run = self._prepare(num_rows // num_parts, length, num_parts, state.dtype, is_training)
         target = torch.zeros(num_parts) if self.is_last and is_training else None
         state.is_running = True
@@ -286,16 +254,15 @@ class PipelineModel:
         """Return the tensors of a batch, its rows and its sequence length."""
         tensors = {key: value for key, value in batch.items() if value is not None}
         known = _FRONT_KEYS | _STAGE_KEYS | {"labels"}
-        is_own_loss = self._model._stage_state.loss is None
         odd = [key for key, value in tensors.items() if not isinstance(value, Tensor) or value.dim() == 0]
-        odd += [key for key in tensors if is_own_loss and key not in known]
+        odd += [key for key in tensors if key not in known]
         if odd:
             raise ConfigError(
                 f"pipeline_parallel does not know what to do with {', '.join(odd)} of the batch: it takes tensors, namely "
                 f"{', '.join(sorted(known))}."
             )
         source = tensors.get("input_ids", tensors.get("inputs_embeds"))
-        if source is None or (is_own_loss and "labels" not in tensors):
+        if source is None or "labels" not in tensors:
             raise ConfigError(f"The batch has {', '.join(tensors)}; pipeline_parallel needs input_ids and labels.")
         num_rows, length = source.shape[:2]
         device = self._device()
@@ -347,10 +314,6 @@ class PipelineModel:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         return other
-
-
-def _rows(batch: Mapping[str, Tensor]) -> int:
-    return next(iter(batch.values())).shape[0]
 
 
 def _divisor(number: int, limit: int) -> int:
