@@ -33,6 +33,7 @@ class MemoryEstimate:
         kept_activations: Of it, what the forward pass keeps until the backward pass begins.
         buffers: Whole parameters and gradients of the blocks that ZeRO works on, or the gradient on its way into DDP's bucket.
         step: What the optimizer's step needs in addition to its state, after the activations were freed.
+        late_gradients: Of the gradients, what does not exist yet at the peak of the passes.
         host: With ``cpu_offload``, what the host holds instead of the device.
         stage: The pipeline stage of this rank.
     """
@@ -44,25 +45,32 @@ class MemoryEstimate:
     kept_activations: float = 0
     buffers: float = 0
     step: float = 0
+    late_gradients: float = 0
     host: float = 0
     stage: int = 0
 
     @property
     def total(self) -> float:
         """The peak on the device: in the passes or in the optimizer's step, whichever is higher."""
-        return self.parameters + self.gradients + self.optimizer + max(self.activations + self.buffers, self.step)
+        return self.parameters + self.gradients + self.optimizer + max(self._passes, self.step)
+
+    @property
+    def _passes(self) -> float:
+        """What the passes need at their peak in addition to all gradients."""
+        return self.activations + self.buffers - self.late_gradients
 
     def explain(self) -> str:
         """Return the parts of the peak in GB, the largest first; parts below 1 % are left out."""
         parts = {
             "parameters": self.parameters,
-            "gradients": self.gradients,
+            "gradients": self.gradients - self.late_gradients,
             "optimizer state": self.optimizer,
             "activations": self.activations,
             "buffers": self.buffers,
         }
-        if self.step > self.activations + self.buffers:
-            parts |= {"activations": 0.0, "buffers": 0.0, "temporary tensors of the optimizer's step": self.step}
+        if self.step > self._passes:
+            parts |= {"activations": 0.0, "buffers": 0.0, "gradients": self.gradients}
+            parts |= {"temporary tensors of the optimizer's step": self.step}
         shown = sorted(((size, name) for name, size in parts.items() if size >= self.total / 100), reverse=True)
         return ", ".join(f"{name} {in_gb(size)}" for size, name in shown)
 
@@ -251,7 +259,10 @@ def _estimate_stage(
     updated = max(states.gradients, states.masters) if zero_stage == 0 else states.gradient_shards
     step = 0 if config.fused_optimizer else updated
     on_device = 0.0 if config.cpu_offload else 1.0
-    kept_activations, activations = _estimate_activations(profile, config, num_rows, stage)
+    # DDP's buckets and the sums over several batches exist before the backward pass; other gradients come with it.
+    is_late = (zero_stage == 3 or (zero_stage == 0 and data_parallel == 1)) and not _has_several_passes(config)
+    coming = gradients if is_late else 0.0
+    kept_activations, activations, passes = _estimate_activations(profile, config, num_rows, stage, coming)
     return MemoryEstimate(
         parameters=kept * on_device + profile.buffer_bytes,
         gradients=gradients * on_device,
@@ -260,6 +271,7 @@ def _estimate_stage(
         kept_activations=kept_activations,
         buffers=_estimate_buffers(states, config, zero_stage, data_parallel),
         step=step * on_device,
+        late_gradients=(activations + coming - passes) * on_device,
         host=(kept + gradients + optimizer) * (1 - on_device),
         stage=stage,
     )
@@ -273,9 +285,8 @@ def _estimate_buffers(states: StateSums, config: EngineConfig, zero_stage: int, 
     pipeline these are whole anyway. ZeRO-1 and 2 copy a bucket of gradients to send it. DDP adds each gradient to a bucket;
     so does accumulation on one rank.
     """
-    several = config.accumulation_steps * (config.micro_batches or 1) > 1
     if zero_stage == 0:
-        return states.largest_parameter if data_parallel > 1 or several else 0
+        return states.largest_parameter if data_parallel > 1 or _has_several_passes(config) else 0
     if zero_stage < 3:
         bucket = min(states.gradients, BUCKET_BYTES + states.largest_parameter)
         return bucket if has_whole_gradients(config) else 2 * bucket
@@ -284,10 +295,16 @@ def _estimate_buffers(states: StateSums, config: EngineConfig, zero_stage: int, 
     return blocks + states.outside + whole_gradients
 
 
+def _has_several_passes(config: EngineConfig) -> bool:
+    return config.accumulation_steps * (config.micro_batches or 1) > 1
+
+
 def _estimate_activations(
-    profile: ModelProfile, config: EngineConfig, num_rows: int, stage: int
-) -> tuple[float, float]:
+    profile: ModelProfile, config: EngineConfig, num_rows: int, stage: int, gradients: float
+) -> tuple[float, float, float]:
     """Estimate the activations of a pipeline stage: what is kept when a backward pass begins, and the peak.
+
+    The third number is the peak of activations and of so many bytes of gradients, which come with the backward pass.
 
     With 1F1B, stage ``s`` of ``p`` holds ``p - s`` micro-batches, or all if there are fewer (Narayanan et al., Efficient
     Large-Scale Language Model Training, 2021): one that is computed, and others that wait for their backward pass.
@@ -295,9 +312,9 @@ def _estimate_activations(
     in_flight = min(config.pipeline_parallel - stage, config.micro_batches or 1)
     key = (
         "activations", num_rows, stage, in_flight, config.pipeline_parallel, config.tensor_parallel,
-        config.sequence_parallel, config.activation_checkpointing, _gathers_converted(config),
+        config.sequence_parallel, config.activation_checkpointing, _gathers_converted(config), gradients,
     )  # fmt: skip
-    return profile.cached(key, lambda: _follow_micro_batches(profile, config, num_rows, stage, in_flight))
+    return profile.cached(key, lambda: _follow_micro_batches(profile, config, num_rows, stage, in_flight, gradients))
 
 
 def _gathers_converted(config: EngineConfig) -> bool:
@@ -318,8 +335,8 @@ class _Level:
 
 
 def _follow_micro_batches(
-    profile: ModelProfile, config: EngineConfig, num_rows: int, stage: int, in_flight: int
-) -> tuple[float, float]:
+    profile: ModelProfile, config: EngineConfig, num_rows: int, stage: int, in_flight: int, gradients: float
+) -> tuple[float, float, float]:
     num_stages = config.pipeline_parallel
     segments = segments_of_stage(profile, num_rows, num_stages, stage)
     received = segments[0].output.per_rank(config.tensor_parallel) if stage > 0 and segments else 0.0
@@ -331,21 +348,37 @@ def _follow_micro_batches(
             converted[key] = _convert(one, config, is_recomputed)
         levels.append(converted[key])
     kept = sum(one.kept for one in levels) + received
-    peak = (in_flight - 1) * kept + received + _find_peak(levels, is_last=stage == num_stages - 1)
-    return in_flight * kept, peak
+    waiting, is_last = (in_flight - 1) * kept + received, stage == num_stages - 1
+    shares = _share_gradients(profile, segments, num_stages, stage)
+    alone, with_gradients = (
+        waiting + _find_peak(levels, [size * share for share in shares], is_last=is_last) for size in (0.0, gradients)
+    )
+    return in_flight * kept, alone, with_gradients
 
 
-def _find_peak(levels: list[_Level], *, is_last: bool) -> float:
-    """Follow one micro-batch forward and back, and return the highest level."""
-    level = peak = 0.0
+def _share_gradients(profile: ModelProfile, segments: tuple[Segment, ...], num_stages: int, stage: int) -> list[float]:
+    """Return which share of the gradients the backward pass of each segment adds; of a tied weight, the one that ends first."""
+    places = {one.block: place for place, one in enumerate(segments)}  # of a block, or the last one outside of blocks
+    first = next((place for place, one in enumerate(segments) if one.block is None), 0)
+    sizes = [0.0] * len(segments)
+    for one in parameters_of_stage(profile, num_stages, stage):
+        place = places.get(one.block, 0) if one.block is not None or "last" in one.sides else first
+        sizes[place] += one.num_elements() * one.itemsize * one.is_trainable
+    return [size / max(1.0, sum(sizes)) for size in sizes]
+
+
+def _find_peak(levels: list[_Level], gradients: list[float], *, is_last: bool) -> float:
+    """Follow one micro-batch forward and back, and return the highest level, with the gradients of each segment."""
+    level = peak = left = 0.0
     before = []
     for one in levels:
         before.append(level)
         peak = max(peak, level + one.forward_peak)
         level += one.kept
-    for one, start in zip(reversed(levels), reversed(before), strict=True):
+    for one, start, gradient in zip(reversed(levels), reversed(before), reversed(gradients), strict=True):
+        left += gradient
         # What checkpointing dropped is computed again at the start of the backward pass.
-        peak = max(peak, start + one.recomputed + (one.carried if is_last else one.output) + one.backward_peak)
+        peak = max(peak, start + one.recomputed + (one.carried if is_last else one.output) + one.backward_peak + left)
     return peak
 
 
