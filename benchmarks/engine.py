@@ -305,7 +305,7 @@ def _render_plan(part: dict[str, Any]) -> list[str]:
         own = [one for one in cases if one["model"] == model]
         cells = []
         for kind, limit in limits.items():
-            errors = [one["predicted"][kind] / one["measured"][kind] - 1 for one in own]
+            errors = [_deviation(one["predicted"][kind], one["measured"][kind]) for one in own]
             worst = max(errors, key=abs)
             cells.append(f"{100 * worst:+.1f} %")
             missed += [
@@ -315,10 +315,12 @@ def _render_plan(part: dict[str, Any]) -> list[str]:
                 if abs(error) > limit
             ]
         rows.append([model, str(len(own)), *cells])
-    refused: dict[str, list[str]] = {}
+    others: dict[str, list[str]] = {}
     for one in part["cases"]:
         if "refused" in one:
-            refused.setdefault(one["strategy"], []).append(one["model"])
+            others.setdefault(f"{one['strategy']} is refused for", []).append(one["model"])
+        elif "failed" in one:
+            others.setdefault(f"{one['strategy']} fails ({one['failed']}) for", []).append(one["model"])
     return [
         "## The plan's predictions",
         "",
@@ -331,9 +333,14 @@ def _render_plan(part: dict[str, Any]) -> list[str]:
         f"- Target: at most {100 * STATE_LIMIT:.0f} % for parameters, gradients and optimizer state, "
         f"{100 * ACTIVATIONS_LIMIT:.0f} % for kept activations: {say_met(not missed)}.",
         *(f"- Missed: {one}." for one in missed),
-        *(f"- {name} is refused for {', '.join(dict.fromkeys(models))}." for name, models in refused.items()),
+        *(f"- {what} {', '.join(dict.fromkeys(models))}." for what, models in others.items()),
         "",
     ]
+
+
+def _deviation(predicted: float, measured: float) -> float:
+    """Return the relative deviation; of less than a kilobyte there is none."""
+    return 0.0 if abs(predicted - measured) < 1000 else predicted / measured - 1
 
 
 def _render_saves(part: dict[str, Any]) -> list[str]:

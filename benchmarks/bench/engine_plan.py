@@ -157,8 +157,8 @@ def measure_plan(config: dict[str, Any]) -> list[dict[str, Any]]:
         config: ``models`` and ``strategies``: names; all of them if they are not given.
 
     Returns:
-        For each case ``model``, ``strategy`` and ``ranks``, with ``predicted`` and ``measured`` bytes by kind; or with ``error``:
-        why the plan or the engine does not have the strategy.
+        For each case ``model``, ``strategy`` and ``ranks``, with ``predicted`` and ``measured`` bytes by kind; or with
+        ``refused``: why the plan or the engine does not have the strategy; or with ``failed``: the error of the step.
     """
     rank, size = raysgd.world_rank(), raysgd.world_size()
     models = {name: one for name, one in make_models().items() if name in config.get("models", (name,))}
@@ -179,9 +179,9 @@ def measure_plan(config: dict[str, Any]) -> list[dict[str, Any]]:
         by_kind = predicted[number]
         stage = by_kind.pop("stage", 0)
         measured = held[stage * strategies[how].tensor_parallel][number]  # of the first rank in that pipeline stage
-        either = {"predicted": by_kind, "measured": measured}
-        error = by_kind.get("error") or measured.get("error")
-        found.append({"model": name, "strategy": how, "ranks": size, **({"error": error} if error else either)})
+        errors = {key: text for each in (measured, by_kind) for key, text in each.items() if isinstance(text, str)}
+        result = errors or {"predicted": by_kind, "measured": measured}
+        found.append({"model": name, "strategy": how, "ranks": size, **result})
     return found
 
 
@@ -192,7 +192,7 @@ def _predict(one: _Model, config: raysgd.EngineConfig) -> dict[str, Any]:
             one.make, one.batch(one.num_rows), config, raysgd.world_size(), device="cpu"
         )
     except ConfigError as error:
-        return {"error": str(error)}
+        return {"refused": str(error)}
     return {kind: getattr(found, kind) for kind in (*KINDS, "stage")}
 
 
@@ -204,8 +204,10 @@ def _hold(one: _Model, config: raysgd.EngineConfig) -> dict[str, Any]:
     torch.manual_seed(0)
     try:
         return _step(one, config)
-    except (ConfigError, RuntimeError) as error:
-        return {"error": str(error)}
+    except ConfigError as error:
+        return {"refused": str(error)}
+    except RuntimeError as error:
+        return {"failed": str(error)}
     finally:
         gc.collect()
 

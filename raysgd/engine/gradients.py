@@ -154,4 +154,5 @@ class HiddenGradients:
     def num_bytes(self) -> int:
         """Return what the gradients take in memory."""
         local = (each._local_tensor if isinstance(each, DTensor) else each for _, each in self._hidden)
-        return sum(each.untyped_storage().nbytes() for each in local)
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in local}
+        return sum(storages.values())  # those of a bucket share one
