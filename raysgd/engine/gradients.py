@@ -213,4 +213,5 @@ class HiddenGradients:
 
     def num_bytes(self) -> int:
         """Return what the gradients take in memory."""
-        return sum(local_of(each).untyped_storage().nbytes() for _, each in self._hidden)
+        storages = [local_of(each).untyped_storage() for _, each in self._hidden]
+        return sum({each.data_ptr(): each.nbytes() for each in storages}.values())  # those of a bucket share one

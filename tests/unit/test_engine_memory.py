@@ -78,6 +78,35 @@ def test_selective_checkpointing_is_halfway_between_none_and_full() -> None:
     assert flops_full - flops_half == flops_half - flops_none > 0
 
 
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_prediction_knows_that_a_model_without_blocks_is_recomputed_as_a_whole(kind: Any) -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x).relu()).square().mean()
+
+    engine, model = compose(Loss(), activation_checkpointing=kind)
+    with engine.measure_activations():
+        engine.backward(model(torch.randn(10, 8)))
+    config = raysgd.EngineConfig(activation_checkpointing=kind)
+    found = raysgd.engine.predict_memory(Loss, torch.randn(10, 8), config, 1, device="cpu")
+    assert engine.memory().kept_activations == 4, "the loss"
+    assert found.kept_activations <= 4
+
+
+def test_gradients_between_two_batches_of_a_step_are_counted_once() -> None:
+    model: nn.Module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    engine = raysgd.Engine(zero_stage=2, accumulation_steps=2)
+    model, *_ = engine.compose(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        engine.backward(model(torch.randn(3, 8)).sum())
+        # The shards of a bucket have one tensor, with a flag for each parameter.
+        assert engine.memory().gradients == pytest.approx(4 * (4 * 72 + 8), abs=32)
+
+
 def test_activations_need_a_model() -> None:
     with pytest.raises(raysgd.errors.UsageError, match="compose"), raysgd.Engine().measure_activations():
         pass

@@ -32,6 +32,7 @@ class MemoryEstimate:
             keeps several micro-batches.
         kept_activations: Of it, what the forward pass keeps until the backward pass begins.
         buffers: Whole parameters and gradients of the blocks that ZeRO works on, or the gradient on its way into DDP's bucket.
+            With the micro-batches of a pipeline, what whole gradients take in addition to the shards that stay.
         step: What the optimizer's step needs in addition to its state, after the activations were freed.
         late_gradients: Of the gradients, what does not exist yet at the peak of the passes.
         host: With ``cpu_offload``, what the host holds instead of the device.
@@ -138,7 +139,7 @@ def parameters_of_stage(profile: ModelProfile, num_stages: int, stage: int) -> t
 
 
 def has_whole_gradients(config: EngineConfig) -> bool:
-    """Whether each data-parallel rank has all gradients of its layers between backward passes.
+    """Whether each data-parallel rank has all gradients of its layers between two backward passes of a step.
 
     Without ZeRO they are whole. ZeRO-1 divides them in the backward pass that completes a step, ZeRO-2 and 3 in every one.
     The micro-batches of a pipeline add to whole gradients, which are divided after the last one.
@@ -157,7 +158,8 @@ class StateSums:
         gradients: Gradients of the parameters that are trained.
         gradient_shards: The rank's shards of them, in the type of the master weights.
         masters: Master weights.
-        master_shards: The rank's shards of them.
+        master_shards: The rank's shards of them, and of fp32 parameters those that ZeRO-1 and 2 cannot update in place: they cut
+            them along another dimension than the first, so that their memory is not contiguous.
         state: The optimizer's state.
         state_shards: The rank's shards of it.
         largest_block: Parameters of the largest block.
@@ -216,7 +218,8 @@ def _sum_states(parameters: tuple[ParameterInfo, ...], tensor_parallel: int, dat
             sums["gradients"] += whole * one.itemsize
             sums["gradient_shards"] += shard * kept_itemsize
             sums["masters"] += whole * one.master_itemsize
-            sums["master_shards"] += shard * one.master_itemsize
+            is_in_place = one.zero_dim(tensor_parallel) == 0 or data_parallel == 1
+            sums["master_shards"] += shard * (one.master_itemsize or (0 if is_in_place else one.itemsize))
             sums["state"] += whole * one.state_bytes_per_element + one.state_bytes
             sums["state_shards"] += shard * one.state_bytes_per_element + one.state_bytes
         size = float(whole * one.itemsize)
@@ -250,15 +253,17 @@ def _estimate_stage(
         kept, optimizer = states.parameter_shards, states.state_shards
     elif zero_stage >= 1:
         optimizer = states.state_shards + states.master_shards
-    gradients = states.gradient_shards
+    on_device = 0.0 if config.cpu_offload else 1.0
+    gradients, summed = states.gradient_shards, 0.0
     if zero_stage == 0:
         gradients = max(states.gradients, states.masters)  # those of master weights replace those of the parameters
-    elif has_whole_gradients(config):
+    elif zero_stage == 1 and config.accumulation_steps > 1:
         gradients = states.gradients
+    elif has_whole_gradients(config):
+        summed = states.gradients - gradients * on_device
     # torch's foreach optimizers compute on all parameters at once, with temporary tensors of their size.
     updated = max(states.gradients, states.masters) if zero_stage == 0 else states.gradient_shards
     step = 0 if config.fused_optimizer else updated
-    on_device = 0.0 if config.cpu_offload else 1.0
     # DDP's buckets and the sums over several batches exist before the backward pass; other gradients come with it.
     is_late = (zero_stage == 3 or (zero_stage == 0 and data_parallel == 1)) and not _has_several_passes(config)
     coming = gradients if is_late else 0.0
@@ -269,7 +274,7 @@ def _estimate_stage(
         optimizer=optimizer * on_device,
         activations=activations,
         kept_activations=kept_activations,
-        buffers=_estimate_buffers(states, config, zero_stage, data_parallel),
+        buffers=_estimate_buffers(states, config, zero_stage, data_parallel) + summed,
         step=step * on_device,
         late_gradients=(activations + coming - passes) * on_device,
         host=(kept + gradients + optimizer) * (1 - on_device),
@@ -383,9 +388,11 @@ def _find_peak(levels: list[_Level], gradients: list[float], *, is_last: bool) -
 
 
 def find_recomputed(segments: tuple[Segment, ...], config: EngineConfig) -> list[bool]:
-    """Return which segments of a pipeline stage activation checkpointing computes again."""
+    """Return which segments of a pipeline stage activation checkpointing computes again; without blocks, the whole model."""
     if config.activation_checkpointing is None:
         return [False] * len(segments)
+    if all(one.block is None for one in segments):
+        return [True] * len(segments)
     every = RECOMPUTED_EVERY[config.activation_checkpointing]
     first = min((one.block for one in segments if one.block is not None), default=0)
     return [one.block is not None and (one.block - first) % every == 0 for one in segments]

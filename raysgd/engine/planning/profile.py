@@ -81,12 +81,16 @@ class ParameterInfo:
         if self.tensor_dim is not None:
             shape[self.tensor_dim] = _ceil(shape[self.tensor_dim], tensor_parallel)
         if shape:
-            dim = 1 if tensor_parallel > 1 and self.tensor_dim == 0 and len(shape) > 1 else 0
+            dim = self.zero_dim(tensor_parallel)
             shape[dim] = _ceil(shape[dim], shards)
         count = 1
         for size in shape:
             count *= size
         return count
+
+    def zero_dim(self, tensor_parallel: int) -> int:
+        """Return the dimension that ZeRO shards; see `num_elements`."""
+        return 1 if tensor_parallel > 1 and self.tensor_dim == 0 and len(self.shape) > 1 else 0
 
 
 @dataclass(frozen=True, kw_only=True)
