@@ -40,9 +40,8 @@ def prepare(
         replicate(model, mesh=axes["dp"])
     elif data_parallel == "fsdp":
         policy: Any = {"mesh": axes["dp"], "shard_placement_fn": fsdp_shard_placement(shape[0])}
-        blocks = [
-            one for one in model.modules() if type(one).__name__ in ("GPT2Block", "LlamaDecoderLayer", "BertLayer")
-        ]
+        names = ("GPT2Block", "LlamaDecoderLayer", "Qwen3DecoderLayer", "BertLayer")
+        blocks = [one for one in model.modules() if type(one).__name__ in names]
         for block in (*blocks, model):
             fully_shard(block, **policy)
     elif data_parallel == "ddp":
