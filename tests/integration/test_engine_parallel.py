@@ -55,6 +55,13 @@ def test_two_tensor_parallel_ranks_train_to_the_plain_losses(
     assert_equal(ranks.run(engine_ranks.compare, kind, (2, 1, 2), sequence_parallel=sequence_parallel))
 
 
+def test_models_with_a_plan_of_transformers_train_to_the_plain_losses(ranks: RankGroup) -> None:
+    for kind in ("gemma3_text", "mistral", "phi3", "starcoder2"):
+        assert_equal(ranks.run(engine_ranks.compare, kind, (2, 1, 2)))
+    for kind in ("gemma3_text", "starcoder2"):
+        assert_equal(ranks.run(engine_ranks.compare, kind, (2, 1, 2), sequence_parallel=True))
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("kind", FOUR_HEADS)
 def test_four_tensor_parallel_ranks_train_to_the_plain_losses(
@@ -69,7 +76,7 @@ def test_vocabulary_that_does_not_divide_trains_to_the_plain_losses(ranks: RankG
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "bert"])
 def test_fsdp_on_top_of_tensor_parallel_trains_to_the_plain_losses(
     ranks: RankGroup, kind: str, sequence_parallel: bool
 ) -> None:
@@ -112,7 +119,7 @@ def test_ranks_have_a_share_of_the_parameters(ranks: RankGroup) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("kind", ["gpt2", "bert", "t5, gated"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "starcoder2", "t5, gated"])
 def test_ranks_drop_their_own_features_inside_regions_and_the_same_outside(
     ranks: RankGroup, kind: str, sequence_parallel: bool
 ) -> None:
@@ -163,6 +170,16 @@ def test_norms_of_torchs_sequence_parallel_train_as_plain_ones(ranks: RankGroup,
         ("gpt2", "hidden states", "output_hidden_states=True is not possible with sequence_parallel=True"),
         ("gpt2", "plan of another size", "The tensor plan is for 4 ranks, and the mesh has 2."),
         ("gpt2", "tied layers", "transformer.wte, lm_head share one parameter"),
+        (
+            "gpt2",
+            "function for two axes",
+            "It gets the tensor-parallel axis alone: give the mesh itself to parallelize_module",
+        ),
+        (
+            "gpt2",
+            "function with another module",
+            "tensor_plan returned another module, a Sequential. Change the given model",
+        ),
         ("gpt2", "called stage", "This model is one stage of a pipeline, and cannot be called"),
         ("bert", "blocks", "pipeline_parallel=2 needs as many blocks, and bert.encoder.layer has 1."),
         ("t5", "class", "pipeline_parallel cannot split a T5ForConditionalGeneration"),

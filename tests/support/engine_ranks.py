@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import raysgd
@@ -41,9 +41,8 @@ def prepare(
         replicate(model, mesh=axes["dp"])
     elif data_parallel == "fsdp":
         policy: Any = {"mesh": axes["dp"], "shard_placement_fn": fsdp_shard_placement(shape[0])}
-        blocks = [
-            one for one in model.modules() if type(one).__name__ in ("GPT2Block", "LlamaDecoderLayer", "BertLayer")
-        ]
+        names = ("GPT2Block", "LlamaDecoderLayer", "Qwen3DecoderLayer", "BertLayer")
+        blocks = [one for one in model.modules() if type(one).__name__ in names]
         for block in (*blocks, model):
             fully_shard(block, **policy)
     elif data_parallel == "ddp":
@@ -272,8 +271,6 @@ def own_plan(kind: str) -> tuple[float, list[str]]:
     if kind == "function":
 
         def plan(model: nn.Module, mesh: Any) -> None:
-            from torch.distributed.tensor.parallel import parallelize_module
-
             parallelize_module(model, mesh, styles)
 
     model, reference = network(), network()
@@ -288,6 +285,12 @@ def own_plan(kind: str) -> tuple[float, list[str]]:
 
 def raised(kind: str, what: str) -> str:
     """Return the message of what a rank raises."""
+    plans: dict[str, Any] = {
+        "plan of another size": lambda model: make_tensor_plan(model, 4),
+        "tied layers": lambda _: {"transformer.wte": RowwiseParallel()},
+        "function for two axes": lambda _: lambda model, axes: (model, axes["tensor_parallel"]),
+        "function with another module": lambda _: lambda model, axes: nn.Sequential(model),
+    }
     try:
         if what == "odd length":
             model, _ = prepare(kind, (1, 1, 4), True, None)
@@ -295,12 +298,10 @@ def raised(kind: str, what: str) -> str:
         elif what == "hidden states":
             model, _ = prepare(kind, (1, 1, 4), True, None)
             model(**batch(kind, 0), output_hidden_states=True)
-        elif what == "plan of another size":
-            apply_tensor_plan(build(kind), mesh(2, 1, 2)["tp"], make_tensor_plan(build(kind), 4))
+        elif what in plans:
+            apply_tensor_plan(build(kind), mesh(2, 1, 2)["tp"], plans[what](build(kind)))
         elif what == "called stage":
             split_model(build(kind), mesh(2, 2, 1)["pp"]).module(**batch(kind, 0))
-        elif what == "tied layers":
-            apply_tensor_plan(build(kind), mesh(2, 1, 2)["tp"], {"transformer.wte": RowwiseParallel()})
         elif what == "blocks":
             split_model(build(kind, num_blocks=1), mesh(2, 2, 1)["pp"])
         elif what == "unknown argument":
@@ -353,11 +354,12 @@ def _rows_of_step(step: int) -> Tensor:
 
 
 def sequence_parallel_norms(num_steps: int, **strategies: Any) -> tuple[list[float], float]:
-    """Train with a user's plan of torch's ``SequenceParallel``, by SGD; return the losses and the difference of the norm layers.
+    """Train with a function that uses torch's ``SequenceParallel``, by SGD; return the losses and how far the norms are off.
 
-    The weights after steps of SGD are as far from the plain loop's as the gradients are.
+    The function is that of Lightning Fabric's ``ModelParallelStrategy``. The weights after steps of SGD are as far from the
+    plain loop's as the gradients are.
     """
-    plan = {
+    styles = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),
@@ -365,11 +367,15 @@ def sequence_parallel_norms(num_steps: int, **strategies: Any) -> tuple[list[flo
         "last_norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
+
+    def parallelize(model: nn.Module, axis: Any) -> nn.Module:
+        return parallelize_module(model, axis, styles)
+
     with session_of(dist.get_rank(), dist.get_world_size(), workers_per_replica=2):
         engine = raysgd.Engine(tensor_parallel=2, **strategies)
         model, reference = _normalized(), _normalized()
         model, optimizer, _, _, _ = engine.compose(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), tensor_plan=plan
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), tensor_plan=parallelize
         )
         plain_optimizer, losses = torch.optim.SGD(reference.parameters(), lr=0.1), []
         for step in range(num_steps):
