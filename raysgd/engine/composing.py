@@ -234,9 +234,8 @@ def _move_optimizer(
     replace_parameters(optimizer, replaced, dropped=set(before.values()))
     numbers.replace(replaced)
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if updated := [each for each in model.parameters() if each.requires_grad and each in trained]:
-        data_parallel.make_shards(updated)
-    moved = {} if data_parallel.shards is None else data_parallel.shards.tensor_of
+    data_parallel.make_shards([each for each in model.parameters() if each.requires_grad and each in trained])
+    moved = data_parallel.shards.tensor_of
     replace_parameters(optimizer, {parameter: moved.get(parameter, parameter) for parameter in trained})
     numbers.replace(moved)
     if config.fused_optimizer:
