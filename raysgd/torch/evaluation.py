@@ -7,9 +7,9 @@ from itertools import chain, zip_longest
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from raysgd._util.text import with_article
+from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api, context
 from raysgd.torch.batches import count_rows
@@ -85,7 +85,7 @@ class EvaluationLoader:
             return {name: self.gather(value) for name, value in values.items()}
         if isinstance(values, tuple):
             return tuple(self.gather(value) for value in values)
-        if isinstance(values, DTensor):
+        if is_dtensor(values):
             values = values.full_tensor()
         if not isinstance(values, torch.Tensor):
             return self._gather(list(values), _cut_list, lambda pieces: [row for piece in pieces for row in piece])
@@ -134,7 +134,7 @@ def _gather_own(values: Any, places: RowPlaces, number: int) -> Any:
     if isinstance(values, list):
         lists: list[list[Any]] = api.gather(values[: _num_own(len(values), places, number)])[::ranks_apart]
         return interleave(lists, None) if places.by_rows else list(chain.from_iterable(lists))
-    if isinstance(values, DTensor):
+    if is_dtensor(values):
         values = values.full_tensor()
     if not isinstance(values, torch.Tensor) or not values.ndim:
         given = (
