@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.blocks import find_blocks, find_stage_blocks
 from raysgd.engine.config import RECOMPUTED_EVERY, EngineConfig
 from raysgd.engine.data_parallel import (
@@ -27,15 +28,16 @@ from raysgd.engine.data_parallel import (
     ShardedOptimizer,
 )
 from raysgd.engine.optimizer import refuse_optimizer, replace_parameters
-from raysgd.engine.pipeline.schedule import PipelineModel, split_model
 from raysgd.engine.precision import DTYPES, autocast_forward, cast_inputs
 from raysgd.engine.recomputation import recompute
 from raysgd.engine.saving import OptimizerNumbers
-from raysgd.engine.tensor_parallel import apply_tensor_plan, make_tensor_plan
 from raysgd.errors import ConfigError
 from raysgd.torch.devices import device
 from raysgd.torch.model import is_wrapped, prepare_optimizer
 from raysgd.torch.restoring import place_state
+
+if TYPE_CHECKING:
+    from raysgd.engine.pipeline.schedule import PipelineModel
 
 #: Strategies that carry sparse gradients.
 _CARRY_SPARSE = {"precision": ("bf16",), "accumulation_steps": ..., "activation_checkpointing": ..., "compile": ...}
@@ -187,10 +189,14 @@ def _split(config: EngineConfig, mesh: Mesh, model: nn.Module) -> PipelineModel:
             "workers that share a GPU use, sends tensors of the CPU only. Give each worker a GPU of its own "
             "(gpus_per_worker=1, with nccl), or use zero_stage or tensor_parallel instead."
         )
+    from raysgd.engine.pipeline.schedule import split_model  # imports DTensors, as tensor parallelism does
+
     return split_model(model, stages)
 
 
 def _shard_layers(config: EngineConfig, mesh: Mesh, model: nn.Module, plan: Any) -> None:
+    from raysgd.engine.tensor_parallel import apply_tensor_plan, make_tensor_plan
+
     ranks = mesh()["tp"]
     if plan is None:
         plan = make_tensor_plan(model, config.tensor_parallel, config.sequence_parallel)
@@ -238,7 +244,7 @@ def _move_optimizer(
     moved = data_parallel.shards.tensor_of
     replace_parameters(optimizer, {parameter: moved.get(parameter, parameter) for parameter in trained})
     numbers.replace(moved)
-    if config.fused_optimizer:
+    if _should_fuse(optimizer, config, has_sparse=any(map(_is_sparse, model.modules()))):
         _fuse(optimizer)
     prepare_optimizer(optimizer)
     return moved
@@ -270,6 +276,28 @@ def _convert(model: nn.Module, dtype: torch.dtype, *, with_parameters: bool) -> 
         model.to(dtype)
     for module, name, buffer, is_saved in buffers:
         setattr(module, name, buffer.to(dtype) if is_saved and buffer.is_floating_point() else buffer)
+
+
+def _should_fuse(optimizer: Optimizer, config: EngineConfig, *, has_sparse: bool) -> bool:
+    """Return whether the optimizer's steps are to be one kernel: where this is not said, if it can and the user chose nothing.
+
+    On a CPU this is left to the user but for offloaded states, whose step is the longest part of training.
+    """
+    if config.fused_optimizer is not None:
+        return config.fused_optimizer
+    groups = optimizer.param_groups
+    can_fuse = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) and not any(
+        group["fused"] is not None or group["foreach"] is not None or group["differentiable"] for group in groups
+    )
+    parameters = [each for group in groups for each in group["params"]]
+    # One kernel takes parameters of one mesh, or plain ones.
+    meshes = {each.device_mesh if is_dtensor(each) else None for each in parameters}
+    return (
+        can_fuse
+        and not has_sparse
+        and len(meshes) == 1
+        and all(each.is_floating_point() and (config.cpu_offload or each.device.type == "cuda") for each in parameters)
+    )
 
 
 def _fuse(optimizer: Optimizer) -> None:

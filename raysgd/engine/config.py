@@ -55,7 +55,8 @@ class EngineConfig:
             block. None: activations are kept.
         clip_grad_norm: Limit of the gradients' global norm, over all shards; None: gradients are not clipped.
         compile: ``"model"`` or ``"blocks"``: what ``torch.compile`` compiles; None: nothing.
-        fused_optimizer: Whether a torch optimizer made its steps with one kernel, where the device and optimizer can.
+        fused_optimizer: Whether torch's optimizer makes its steps with one kernel. None: if it can, on a GPU and with
+            ``cpu_offload``, unless it was made with ``fused=`` or ``foreach=``.
         find_unused_parameters: Whether ranks or steps may leave out parameters, as a mixture of experts does. A parameter that
             some ranks have used gets the mean over all ranks; one that none has used stays as it is.
         weighted_gradients: Whether gradients are those of the mean over all rows (or tokens) of a step, when ranks or
@@ -77,7 +78,7 @@ class EngineConfig:
     activation_checkpointing: ActivationCheckpointing | None = None
     clip_grad_norm: float | None = None
     compile: Compile | None = None
-    fused_optimizer: bool = False
+    fused_optimizer: bool | None = None
     find_unused_parameters: bool = False
     weighted_gradients: bool = False
     plan: Literal["auto"] | None = None
@@ -103,11 +104,12 @@ class EngineConfig:
         for name in (
             "cpu_offload",
             "sequence_parallel",
-            "fused_optimizer",
             "find_unused_parameters",
             "weighted_gradients",
         ):
             check_bool(name, getattr(self, name))
+        if self.fused_optimizer is not None:
+            check_bool("fused_optimizer", self.fused_optimizer)
         self._check_plan()
         self._check_combination()
 

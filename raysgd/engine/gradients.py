@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.local_tensors import local_of
 from raysgd.errors import UsageError
 
@@ -96,7 +96,7 @@ def global_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, *, is_shard
     parts_of: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
         local, axes = local_of(gradient), tuple[str, ...]()
-        if isinstance(gradient, DTensor):
+        if is_dtensor(gradient):
             names = gradient.device_mesh.mesh_dim_names or ()
             axes = tuple(
                 name for name, place in zip(names, gradient.placements, strict=True) if not place.is_replicate()

@@ -12,16 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedForward, AttachedHook
 from raysgd.engine.composing import Composed, place_loaded
 from raysgd.engine.config import WITHOUT_OPTIMIZER, EngineConfig
 from raysgd.engine.data_parallel import Mesh
 from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag
-from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import LossScale
 from raysgd.errors import UsageError
 from raysgd.session import api
@@ -96,6 +95,8 @@ class Step:
         if pipeline is None:
             model.register_forward_pre_hook(AttachedHook(self._begin_forward))
         else:
+            from raysgd.engine.pipeline.model import PipelinedModel  # imports DTensors
+
             self.model = model = PipelinedModel(pipeline, self._config.micro_batches, self._begin_pipeline)
         if self._optimizer is not None:
             model.zero_grad = AttachedForward(model.zero_grad, self.zero_grad)  # type: ignore[method-assign]
@@ -426,7 +427,7 @@ def _can_leave_out(optimizer: Optimizer) -> bool:
         and all(group["fused"] for group in optimizer.param_groups)
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
-        and not any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"])
+        and not any(is_dtensor(each) for group in optimizer.param_groups for each in group["params"])
     )
 
 

@@ -60,7 +60,7 @@ class GPT(nn.Module):
 
 @pytest.mark.parametrize("name", CASES)
 def test_predicted_memory_is_what_a_gpu_needs(name: str) -> None:
-    config = EngineConfig(**{"precision": "bf16", "fused_optimizer": True, **CASES[name]})
+    config = EngineConfig(**{"precision": "bf16", **CASES[name]})
     shape = (NUM_ROWS, LENGTH)
     found = predict_memory(GPT, {"ids": shape, "labels": shape}, config, 1, device="cuda")
     assert all(found.total / 1e9 == pytest.approx(measured, rel=0.1) for measured in MEASURED[name])

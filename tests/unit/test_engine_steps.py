@@ -56,6 +56,11 @@ def weights(model: nn.Module) -> list[float]:
     return torch.cat([each.detach().float().flatten() for each in model.parameters()]).tolist()
 
 
+def whole_weights(model: nn.Module) -> list[float]:
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
+    return torch.cat([each.detach().flatten() for each in whole]).tolist()
+
+
 def train_plainly(step: Callable[[nn.Module, torch.optim.Optimizer, int], None]) -> list[float]:
     model = make_model()
     optimizer = adam(model)
@@ -411,3 +416,30 @@ def test_logits_are_copied_to_fp32_only_for_a_loss_of_the_loop(kind: str) -> Non
     assert copies(lambda: model(x)) - by_hand == (kind != "loss")
     logits = model(x) if kind == "logits" else model(x)[0]
     assert logits.dtype == (torch.bfloat16 if kind == "loss" else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "chosen", "is_fused"),
+    [
+        ({"zero_stage": 3, "cpu_offload": True}, {}, True),
+        ({"zero_stage": 3, "cpu_offload": True}, {"foreach": True}, None),
+        ({"zero_stage": 3, "cpu_offload": True, "fused_optimizer": False}, {}, None),
+        ({"zero_stage": 3}, {}, None),
+        ({"fused_optimizer": True}, {"foreach": True}, True),
+    ],
+)
+def test_steps_of_offloaded_states_are_fused_unless_the_user_chose_otherwise(
+    strategies: dict[str, Any], chosen: dict[str, Any], is_fused: bool | None
+) -> None:
+    def update(**options: Any) -> list[float]:
+        engine, model, optimizer = composed(
+            lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, **chosen), **options
+        )
+        for number in range(STEPS):
+            engine.backward(loss_of(model, number))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.param_groups[0]["fused"] == (is_fused if options else None)
+        return whole_weights(model)
+
+    assert update(**strategies) == pytest.approx(update(), rel=1e-5)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.pipeline.stages import StageSplit, item_counter, read_model
 from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
 from raysgd.errors import ConfigError
@@ -298,7 +298,7 @@ class PipelineModel:
         """Add up the two stages' gradients of a tied weight, in the same order on both."""
         for parameter, earlier in zip(self._tied_parameters(), held, strict=True):
             if parameter.grad is not None:
-                own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                own = parameter.grad.to_local() if is_dtensor(parameter.grad) else parameter.grad
                 other = self._exchange(own.contiguous())
                 own.copy_(own + other if self.is_first else other + own)
             if earlier is not None:

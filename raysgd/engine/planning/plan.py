@@ -252,6 +252,8 @@ def predict_memory(
     if obstacle := support.find_obstacle(config):
         raise ConfigError(obstacle)
     profile = replace(profile, stage_blocks=support.stage_blocks)
+    if config.fused_optimizer is None:
+        config = replace(config, **choose_fused_step({}, optimizer_fn, device))
     return estimate_memory(profile, config, data_parallel=data_parallel, num_rows=model.num_rows)
 
 
