@@ -23,7 +23,7 @@ from raysgd.engine.blocks import find_blocks, find_stage_blocks
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.optimizer import refuse_optimizer, replace_parameters
 from raysgd.engine.pieces import OptimizerPieces
-from raysgd.engine.pipeline.schedule import PipelineModel, split_model
+from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import DTYPES, autocast_forward, cast_inputs
 from raysgd.engine.recomputation import recompute
 from raysgd.engine.saving import OptimizerNumbers
@@ -57,7 +57,7 @@ class Composition:
         self._config = config
         self._mesh = mesh
         self.model: nn.Module = nn.Identity()
-        self.pipeline: PipelineModel | None = None
+        self.pipeline: PipelinedModel | None = None
         self.pieces: OptimizerPieces | None = None
         self.numbers: OptimizerNumbers | None = None
         self.use: ShardedUse | None = None
@@ -152,9 +152,16 @@ class Composition:
                 "workers that share a GPU use, sends tensors of the CPU only. Give each worker a GPU of its own "
                 "(gpus_per_worker=1, with nccl), or use zero_stage or tensor_parallel instead."
             )
-        self.pipeline = split_model(model, stages)
+        self.pipeline = PipelinedModel(model, stages, self._config.pipeline_schedule, self._config.micro_batches)
+        if self._config.tensor_parallel > 1 and len(self.pipeline.split.stacks) > 1:
+            raise ConfigError(
+                f"a {type(model).__name__} cannot have tensor_parallel and pipeline_parallel together: the stages of an encoder "
+                "and a decoder share a position bias, which tensor parallelism divides by its own rules. Use one of the two."
+            )
         blocks = find_stage_blocks(model, blocks)
-        self._note(blocks, f"stage {stages.get_local_rank()} of {stages.size()}")
+        for name in blocks:
+            (stage,) = self.pipeline.split.stages_of(name)
+            self._note({name: model}, f"stage {stage} of {len(self.pipeline.split.ranges)}")
         return blocks
 
     def _share_layers(self, model: nn.Module, plan: Any) -> None:

@@ -24,7 +24,6 @@ from raysgd.engine.config import EngineConfig, current_engine_config, merge_conf
 from raysgd.engine.evaluation import gather_for_metrics
 from raysgd.engine.memory import KeptActivations, MemoryUse, measure
 from raysgd.engine.optimizer import EngineOptimizer, follow_steps
-from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import LossScale
 from raysgd.engine.rows import FollowedLoader, count_rows
 from raysgd.engine.saving import collect, complete, spread
@@ -186,7 +185,8 @@ class Engine:
         if self._made.pipeline is None:
             self._model.register_forward_pre_hook(AttachedHook(lambda module, _: self._step.begin_forward(module)))
         else:
-            self._model = PipelinedModel(self._made.pipeline, self.config.micro_batches, self._scale_of)
+            self._model = self._made.pipeline
+            self._made.pipeline.scale = self._scale_of
         self._step = StepGradients(
             self.config, self._made, self._model, optimizer, lambda: self.mesh, self._accumulation, self._scale
         )
