@@ -95,9 +95,8 @@ class Step:
         if pipeline is None:
             model.register_forward_pre_hook(AttachedHook(self._begin_forward))
         else:
-            from raysgd.engine.pipeline.model import PipelinedModel  # imports DTensors
-
-            self.model = model = PipelinedModel(pipeline, self._config.micro_batches, self._begin_pipeline)
+            self.model = model = pipeline
+            pipeline.scale = self._begin_pipeline
         if self._optimizer is not None:
             model.zero_grad = AttachedForward(model.zero_grad, self.zero_grad)  # type: ignore[method-assign]
         _steps.add(self)
