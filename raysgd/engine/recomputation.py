@@ -18,7 +18,7 @@ from raysgd.engine.attached import AttachedForward
 
 _ATEN = torch.ops.aten
 #: What ``"selective"`` keeps: matrix products and attention, which cost the most to compute again.
-_KEPT = {
+KEPT = {
     _ATEN.mm.default,
     _ATEN.addmm.default,
     _ATEN.bmm.default,
@@ -34,7 +34,7 @@ on_kept: list[Callable[[Any], None]] = []
 
 
 def recompute(blocks: Iterable[nn.Module], *, selective: bool) -> None:
-    """Make blocks forget their activations after the forward pass; with ``selective`` all but those in `_KEPT`.
+    """Make blocks forget their activations after the forward pass; with ``selective`` all but those in `KEPT`.
 
     The blocks keep their classes and the names of their parameters. Random numbers are the same in both computations.
     """
@@ -53,7 +53,7 @@ def _recomputed(block: nn.Module, forward: Any, more: dict[str, Any]) -> Any:
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operation not in _KEPT:
+    if operation not in KEPT:
         return CheckpointPolicy.PREFER_RECOMPUTE
     for callback in on_kept:
         callback(context.op_output)

@@ -19,20 +19,14 @@ from torch.utils.flop_counter import flop_registry
 
 from raysgd.engine.planning.layout import Kind
 from raysgd.engine.planning.profile import Amount, Segment, Side, find_highest
+from raysgd.engine.recomputation import KEPT
 
 _ATEN = torch.ops.aten
 _MATMULS = {_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm}
 _WEIGHT_PRODUCTS = _MATMULS | {_ATEN.embedding, _ATEN.convolution}
 _WEIGHT_GRADIENTS = {_ATEN.mm, _ATEN.bmm, _ATEN.embedding_dense_backward, _ATEN.add, _ATEN.t, _ATEN.clone}
 _ATTENTION_ON_CPU = _ATEN._scaled_dot_product_flash_attention_for_cpu
-#: Operations whose outputs selective checkpointing keeps: matrix products and attention.
-SELECTED = _MATMULS | {
-    _ATTENTION_ON_CPU,
-    _ATEN._scaled_dot_product_flash_attention,
-    _ATEN._scaled_dot_product_efficient_attention,
-    _ATEN._scaled_dot_product_cudnn_attention,
-    _ATEN.convolution,
-}
+_SELECTED = {operation.overloadpacket for operation in KEPT}
 
 
 class SegmentTrace:
@@ -225,7 +219,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             serial = self._add(tensor, Amount(sharded=size) if is_sharded else Amount(whole=size))
             if is_reduced:
                 segment.reduced[phase] += size
-            if op in SELECTED and not self.in_backward:
+            if op in _SELECTED and not self.in_backward:
                 segment.selected.append(serial)
             if is_copy:
                 segment.copies.append(serial)
@@ -237,7 +231,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase, segment = int(self.in_backward), self.segment
         amount = Amount(sharded=flops) if self._last_op_is_divided else Amount(whole=flops)
         segment.flops[phase] = segment.flops[phase].plus(amount)
-        if op in SELECTED and not self.in_backward:
+        if op in _SELECTED and not self.in_backward:
             segment.selected_flops = segment.selected_flops.plus(amount)
 
     def _find_sharding(self, op: Any, keys: list[int], results: list[torch.Tensor]) -> tuple[bool, bool]:
@@ -246,7 +240,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_sharded = any(self._part(key).sharded for key in keys)
         self._last_op_is_divided = is_sharded or bool(kinds)
         if kinds and op in _MATMULS:
-            if "vocabulary" in kinds:
+            if "whole" in kinds:
                 return False, False
             if not self.in_backward:
                 self.is_mismatched = self.is_mismatched or ("column" in kinds) == is_sharded
@@ -257,7 +251,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in results:
                 if (key := key_of(tensor)) not in self._known:
                     self._kinds[key] = kinds[0]
-            return kinds[0] != "vocabulary", False
+            return kinds[0] != "whole", False
         return is_sharded, False
 
     def _note_gathered(self, keys: list[int]) -> None:
