@@ -54,7 +54,7 @@ train: $(RUN)  ## Train a small network on handwritten digits with two workers
 	@$(BIN)/python examples/01_digits.py $(ARGS)
 
 quick: $(TEST)  ## Unit tests without TensorFlow and JAX (90 s)
-	@$(PYTEST) -q -m "not tensorflow and not jax" tests/unit tests/architecture $(ARGS)
+	@$(PYTEST) -q -m "not tensorflow and not jax" tests/unit tests/architecture tests/conformance/test_storages.py $(ARGS)
 
 # A Horovod that was built before is installed; nothing is built, and its tests are skipped by name where there is none.
 test: $(JAX)  ## The gate: lint, types, layers, unit tests, and one test of real processes for each promise (15 minutes)

@@ -46,6 +46,7 @@ _UNIT = [
     "tests/unit",
     "tests/architecture",
     "tests/conformance/test_callbacks.py",
+    "tests/conformance/test_storages.py",
     "tests/docs/test_commands.py",
     "tests/docs/test_reading.py",
 ]

@@ -48,7 +48,7 @@ def engine_flags() -> list[Flag]:
                 help=texts.get(name, ""),
                 parse=partial(parse_field, name),
                 metavar=_metavar(hint),
-                is_switch=hint is bool,
+                is_switch=bool in (hint, *get_args(hint)),
                 group=_GROUP,
             )
         )
@@ -162,7 +162,8 @@ def _metavar(hint: Any) -> str:
     choices = [choice for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for choice in get_args(kind)]
     if choices:
         return "|".join(choices)
-    return next(metavar for kind, (_, metavar) in _PARSERS.items() if kind in (hint, *get_args(hint)))
+    metavar = next(metavar for kind, (_, metavar) in _PARSERS.items() if kind in (hint, *get_args(hint)))
+    return f"{metavar}|none" if hint == bool | None else metavar
 
 
 def _texts_of_fields() -> dict[str, str]:

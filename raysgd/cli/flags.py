@@ -65,7 +65,7 @@ class Flag(click.Option):
         help: What it does, for ``--help``.
         parse: Makes the value of the text; raises a `ConfigError` or another ValueError.
         metavar: The value in ``--help``.
-        is_switch: The flag may stand alone for True; ``true`` or ``false`` may follow.
+        is_switch: The flag may stand alone for True; a word of ``metavar``, such as ``true|false``, may follow.
         may_repeat: The values of all occurrences are a tuple.
         group: The heading in ``--help``.
     """
@@ -90,11 +90,12 @@ class Flag(click.Option):
         )
         self.flag = name
         self.is_switch = is_switch
+        self._words = metavar.split("|")
         self.group = group
 
     def take(self, following: Sequence[str]) -> tuple[list[str], int]:
         """Return the flag with its value, which is the following word or that of a switch, and how many words it takes."""
-        if self.is_switch and not (following and following[0].lower() in _BOOLS):
+        if self.is_switch and not (following and following[0].lower() in self._words):
             return [self.flag, "true"], 1
         return ([self.flag, *following], 2) if following else ([], 1)
 

@@ -83,7 +83,8 @@ class FailureConfig:
             a Tune trial's, or if the node is short of memory. Even if False, other nodes get such processes while a node does
             not answer, under the same conditions.
         abort_grace_s: Seconds for a living worker to leave train_func when its attempt has ended. After that the worker is
-            killed and replaced.
+            killed and replaced. Workers that leave from a savepoint, to grow, to pause or before a preemption, have at least
+            30 seconds.
         heartbeat_timeout_s: Seconds without a heartbeat after which a process counts as dead. A process that uses its CPU
             meanwhile is busy, not dead. It holds for workers and for raysgd's own processes.
         callback_timeout_s: Seconds after the end of a run for callbacks that run in the controller, such as loggers, to

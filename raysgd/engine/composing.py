@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.blocks import find_blocks, find_stage_blocks
-from raysgd.engine.config import EngineConfig
+from raysgd.engine.config import RECOMPUTED_EVERY, EngineConfig
 from raysgd.engine.data_parallel import (
     AveragedReplicas,
     DataParallel,
@@ -27,15 +28,16 @@ from raysgd.engine.data_parallel import (
     ShardedOptimizer,
 )
 from raysgd.engine.optimizer import refuse_optimizer, replace_parameters
-from raysgd.engine.pipeline.schedule import PipelineModel, split_model
 from raysgd.engine.precision import DTYPES, autocast_forward, cast_inputs
 from raysgd.engine.recomputation import recompute
 from raysgd.engine.saving import OptimizerNumbers
-from raysgd.engine.tensor_parallel import apply_tensor_plan, make_tensor_plan
 from raysgd.errors import ConfigError
 from raysgd.torch.devices import device
 from raysgd.torch.model import is_wrapped, prepare_optimizer
 from raysgd.torch.restoring import place_state
+
+if TYPE_CHECKING:
+    from raysgd.engine.pipeline.model import PipelinedModel
 
 #: Strategies that carry sparse gradients.
 _CARRY_SPARSE = {"precision": ("bf16",), "accumulation_steps": ..., "activation_checkpointing": ..., "compile": ...}
@@ -57,7 +59,7 @@ class Composed:
 
     model: nn.Module
     data_parallel: DataParallel
-    pipeline: PipelineModel | None
+    pipeline: PipelinedModel | None
     numbers: OptimizerNumbers | None
     counted_elsewhere: frozenset[int]
     tied: Mapping[str, str]
@@ -96,8 +98,9 @@ def compose(
     data_parallel.start_alike(model)
     blocks, pipeline = _divide_layers(config, mesh, model, tensor_plan, note)
     if (kind := config.activation_checkpointing) is not None:
-        _recompute(model, blocks, selective=kind == "selective")
-        note(blocks or [""], f"{kind} activation checkpointing")
+        chosen = dict(list((blocks or {"": model}).items())[:: RECOMPUTED_EVERY[kind]])
+        _recompute(model, chosen.values())
+        note(chosen, f"{kind} activation checkpointing")
     if config.precision != "fp32":
         note([""], _set_precision(config, model, data_parallel))
     data_parallel.shard_model(model, blocks)
@@ -165,20 +168,22 @@ def _find_ties(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
 
 def _divide_layers(
     config: EngineConfig, mesh: Mesh, model: nn.Module, tensor_plan: Any, note: Note
-) -> tuple[dict[str, nn.Module], PipelineModel | None]:
+) -> tuple[dict[str, nn.Module], PipelinedModel | None]:
     """Keep this rank's stage of the model and its shards of layers; return its blocks, and the stage if there are several."""
     blocks, pipeline = find_blocks(model), None
     if config.pipeline_parallel > 1:
         pipeline = _split(config, mesh, model)
         blocks = find_stage_blocks(model, blocks)
-        note(blocks, f"stage {mesh().get_local_rank('pp')} of {config.pipeline_parallel}")
+        for name in blocks:
+            (stage,) = pipeline.split.stages_of(name)
+            note([name], f"stage {stage} of {len(pipeline.split.ranges)}")
     if config.tensor_parallel > 1:
         _shard_layers(config, mesh, model, tensor_plan)
         note([""], f"layers sharded over {config.tensor_parallel} ranks")
     return blocks, pipeline
 
 
-def _split(config: EngineConfig, mesh: Mesh, model: nn.Module) -> PipelineModel:
+def _split(config: EngineConfig, mesh: Mesh, model: nn.Module) -> PipelinedModel:
     stages = mesh()["pp"]
     if device().type != "cpu" and dist.get_backend(stages.get_group()) == "gloo":
         raise ConfigError(
@@ -186,10 +191,20 @@ def _split(config: EngineConfig, mesh: Mesh, model: nn.Module) -> PipelineModel:
             "workers that share a GPU use, sends tensors of the CPU only. Give each worker a GPU of its own "
             "(gpus_per_worker=1, with nccl), or use zero_stage or tensor_parallel instead."
         )
-    return split_model(model, stages)
+    from raysgd.engine.pipeline.model import PipelinedModel  # imports DTensors, as tensor parallelism does
+
+    pipeline = PipelinedModel(model, stages, config.pipeline_schedule, config.micro_batches)
+    if config.tensor_parallel > 1 and len(pipeline.split.stacks) > 1:
+        raise ConfigError(
+            f"a {type(model).__name__} cannot have tensor_parallel and pipeline_parallel together: the stages of an encoder "
+            "and a decoder share a position bias, which tensor parallelism divides by its own rules. Use one of the two."
+        )
+    return pipeline
 
 
 def _shard_layers(config: EngineConfig, mesh: Mesh, model: nn.Module, plan: Any) -> None:
+    from raysgd.engine.tensor_parallel import apply_tensor_plan, make_tensor_plan
+
     ranks = mesh()["tp"]
     if plan is None:
         plan = make_tensor_plan(model, config.tensor_parallel, config.sequence_parallel)
@@ -200,12 +215,12 @@ def _shard_layers(config: EngineConfig, mesh: Mesh, model: nn.Module, plan: Any)
     torch.manual_seed(int(seed))
 
 
-def _recompute(model: nn.Module, blocks: dict[str, nn.Module], *, selective: bool) -> None:
+def _recompute(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     for part in model.modules():
         config: Any = getattr(part, "config", None)
         if getattr(config, "use_cache", False):  # of transformers: the second computation would fill the cache again
             config.use_cache = False
-    recompute(blocks.values() or [model], selective=selective)
+    recompute(blocks)
 
 
 def _set_precision(config: EngineConfig, model: nn.Module, data_parallel: DataParallel) -> str:
@@ -237,7 +252,7 @@ def _move_optimizer(
     moved = data_parallel.shards.tensor_of
     replace_parameters(optimizer, {parameter: moved.get(parameter, parameter) for parameter in trained})
     numbers.replace(moved)
-    if config.fused_optimizer:
+    if _should_fuse(optimizer, config, has_sparse=any(map(_is_sparse, model.modules()))):
         _fuse(optimizer)
     prepare_optimizer(optimizer)
     return moved
@@ -269,6 +284,28 @@ def _convert(model: nn.Module, dtype: torch.dtype, *, with_parameters: bool) -> 
         model.to(dtype)
     for module, name, buffer, is_saved in buffers:
         setattr(module, name, buffer.to(dtype) if is_saved and buffer.is_floating_point() else buffer)
+
+
+def _should_fuse(optimizer: Optimizer, config: EngineConfig, *, has_sparse: bool) -> bool:
+    """Return whether the optimizer's steps are to be one kernel: where this is not said, if it can and the user chose nothing.
+
+    On a CPU this is left to the user but for offloaded states, whose step is the longest part of training.
+    """
+    if config.fused_optimizer is not None:
+        return config.fused_optimizer
+    groups = optimizer.param_groups
+    can_fuse = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) and not any(
+        group["fused"] is not None or group["foreach"] is not None or group["differentiable"] for group in groups
+    )
+    parameters = [each for group in groups for each in group["params"]]
+    # One kernel takes parameters of one mesh, or plain ones.
+    meshes = {each.device_mesh if is_dtensor(each) else None for each in parameters}
+    return (
+        can_fuse
+        and not has_sparse
+        and len(meshes) == 1
+        and all(each.is_floating_point() and (config.cpu_offload or each.device.type == "cuda") for each in parameters)
+    )
 
 
 def _fuse(optimizer: Optimizer) -> None:

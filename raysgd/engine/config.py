@@ -16,7 +16,14 @@ from raysgd.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp16", "bf16-true"]
 ActivationCheckpointing = Literal["full", "selective"]
+#: Of so many blocks, activation checkpointing computes the first one again.
+RECOMPUTED_EVERY: dict[ActivationCheckpointing, int] = {"full": 1, "selective": 2}
 Compile = Literal["model", "blocks"]
+PipelineSchedule = Literal[
+    "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV"
+]
+#: Schedules that compute the gradients of weights later than those of hidden states.
+ZERO_BUBBLE_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 #: Fields that say how strategies are chosen; they are not strategies.
 PLAN_FIELDS = ("plan", "memory_per_device")
 #: Strategies that do not act in the optimizer's step.
@@ -47,13 +54,17 @@ class EngineConfig:
         tensor_parallel: Ranks that each layer is sharded over.
         sequence_parallel: Whether the activations between layers are sharded too, along the sequence.
         pipeline_parallel: Ranks that hold one stage of the layers each.
-        micro_batches: Parts that a pipeline cuts each batch into. None: four for each stage.
+        micro_batches: Parts that a pipeline cuts each batch into. None: four for each rank of the pipeline.
+        pipeline_schedule: In which order the passes of micro-batches run: the name of a class of
+            ``torch.distributed.pipelining`` without ``Schedule``. ``"1F1B"`` and ``"GPipe"`` give each rank one stage, the
+            others two. None: 1F1B, and GPipe for batches with fewer micro-batches than ranks.
         accumulation_steps: Batches of the loader per optimizer step. Gradients are communicated once per step.
-        activation_checkpointing: ``"full"``: each block is computed again in the backward pass. ``"selective"``: all but its
-            matrix products and attention. None: activations are kept.
+        activation_checkpointing: ``"full"``: each block is computed again in the backward pass. ``"selective"``: every second
+            block. None: activations are kept.
         clip_grad_norm: Limit of the gradients' global norm, over all shards; None: gradients are not clipped.
         compile: ``"model"`` or ``"blocks"``: what ``torch.compile`` compiles; None: nothing.
-        fused_optimizer: Whether a torch optimizer made its steps with one kernel, where the device and optimizer can.
+        fused_optimizer: Whether torch's optimizer makes its steps with one kernel. None: if it can, on a GPU and with
+            ``cpu_offload``, unless it was made with ``fused=`` or ``foreach=``.
         find_unused_parameters: Whether ranks or steps may leave out parameters, as a mixture of experts does. A parameter that
             some ranks have used gets the mean over all ranks; one that none has used stays as it is.
         weighted_gradients: Whether gradients are those of the mean over all rows (or tokens) of a step, when ranks or
@@ -71,11 +82,12 @@ class EngineConfig:
     sequence_parallel: bool = False
     pipeline_parallel: int = 1
     micro_batches: int | None = None
+    pipeline_schedule: PipelineSchedule | None = None
     accumulation_steps: int = 1
     activation_checkpointing: ActivationCheckpointing | None = None
     clip_grad_norm: float | None = None
     compile: Compile | None = None
-    fused_optimizer: bool = False
+    fused_optimizer: bool | None = None
     find_unused_parameters: bool = False
     weighted_gradients: bool = False
     plan: Literal["auto"] | None = None
@@ -92,6 +104,7 @@ class EngineConfig:
         for name, kind in (
             ("activation_checkpointing", ActivationCheckpointing),
             ("compile", Compile),
+            ("pipeline_schedule", PipelineSchedule),
         ):
             if getattr(self, name) is not None:
                 check_choice(name, getattr(self, name), get_args(kind))
@@ -101,11 +114,12 @@ class EngineConfig:
         for name in (
             "cpu_offload",
             "sequence_parallel",
-            "fused_optimizer",
             "find_unused_parameters",
             "weighted_gradients",
         ):
             check_bool(name, getattr(self, name))
+        if self.fused_optimizer is not None:
+            check_bool("fused_optimizer", self.fused_optimizer)
         self._check_plan()
         self._check_combination()
 
@@ -127,6 +141,23 @@ class EngineConfig:
             raise ConfigError(
                 "micro_batches cuts the batches of a pipeline, and pipeline_parallel is 1; accumulation_steps= collects the "
                 "gradients of several batches."
+            )
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        name = self.pipeline_schedule
+        if name is not None and self.pipeline_parallel == 1:
+            raise ConfigError(f"pipeline_schedule={name!r} needs pipeline_parallel=2 or more.")
+        if name in ZERO_BUBBLE_SCHEDULES and (self.zero_stage == 3 or self.compile is not None):
+            other = "zero_stage=3" if self.zero_stage == 3 else f"compile={self.compile!r}"
+            raise ConfigError(
+                f"pipeline_schedule={name!r} computes the gradients of weights on their own, which torch cannot do with {other}: "
+                'give "Interleaved1F1B", or another zero_stage or compile.'
+            )
+        if self.sequence_parallel and name not in (None, "1F1B", "GPipe"):
+            raise ConfigError(
+                f"pipeline_schedule={name!r} gives each rank two stages, and sequence_parallel=True divides the sequence in the "
+                'blocks of one: give "1F1B" or "GPipe".'
             )
 
     @property

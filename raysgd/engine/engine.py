@@ -122,7 +122,8 @@ class Engine:
                 ``weighted_gradients=True`` the rows that it repeats at the end of an epoch are left out.
             eval_dataloader: Each row is read on one replica of the model, and once; see ``train=False`` there.
             tensor_plan: A plan for ``tensor_parallel``: torch's styles by module path, or a function that is called with the
-                model and the mesh's axis ``"tp"``. None: it is made from the model's structure.
+                model and the mesh's axis ``"tp"`` and changes the model in place. None: transformers' own plan, or one that is
+                made from the model's structure.
             sample_batch: Used by ``plan="auto"``: a batch of the loop, or shapes as `raysgd.engine.plan` takes them. Give the
                 largest if batches differ. None: the first rows of ``train_dataloader``'s dataset, which are read for it.
             loss_fn: Used by ``plan="auto"``: computes the loss of a model and a batch. None: the model is called with what

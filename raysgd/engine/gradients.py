@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.local_tensors import local_of
 from raysgd.errors import UsageError
 
@@ -93,20 +93,22 @@ def global_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, *, is_shard
     """
     device = torch.device(mesh.device_type)  # where the ranks communicate; offloaded gradients are on the CPU
     # By the axes over which a gradient is divided: each sum is added over these.
-    squares: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    parts_of: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
         local, axes = local_of(gradient), tuple[str, ...]()
-        if isinstance(gradient, DTensor):
+        if is_dtensor(gradient):
             names = gradient.device_mesh.mesh_dim_names or ()
             axes = tuple(
                 name for name, place in zip(names, gradient.placements, strict=True) if not place.is_replicate()
             )
         if local.numel():
-            squares.setdefault(axes, []).append(local)
+            parts_of.setdefault(axes, []).append(local)
     parts = torch.zeros(len(_DIVIDED), dtype=torch.float32, device=device)
     for number, divided in enumerate(_DIVIDED):
-        for norm in torch._foreach_norm(squares[divided]) if divided in squares else ():
-            parts[number] += norm.to(device, torch.float32) ** 2
+        if divided in parts_of:
+            # Few operations, however many gradients there are: each takes a GPU some microseconds.
+            norms = torch._foreach_norm(parts_of[divided], dtype=torch.float32)
+            parts[number] = torch.stack([norm.to(device) for norm in norms]).square().sum()
     # All ranks make the same collectives, whatever gradients they have.
     for axis in ("dp", "tp"):
         if _size(mesh, axis) > 1 and (is_sharded or axis != "dp"):
@@ -134,6 +136,29 @@ def scale(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> No
         by_device.setdefault(local.device, []).append(local)
     for device, tensors in by_device.items():
         torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, torch.Tensor) else factor)
+
+
+class HostFlag:
+    """A truth value that a device computes, on its way to the host: nobody waits for the device before it is asked.
+
+    Attributes:
+        value: The value on the device, a scalar of bool.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+        self._on_host, self._copied = value, None
+        if value.is_cuda:
+            self._on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._on_host.copy_(value, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def ask(self) -> bool:
+        """Wait until the device has computed the value, but for nothing that it has been given since; returns the value."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return bool(self._on_host)
 
 
 class HiddenGradients:
@@ -188,4 +213,5 @@ class HiddenGradients:
 
     def num_bytes(self) -> int:
         """Return what the gradients take in memory."""
-        return sum(local_of(each).untyped_storage().nbytes() for _, each in self._hidden)
+        storages = [local_of(each).untyped_storage() for _, each in self._hidden]
+        return sum({each.data_ptr(): each.nbytes() for each in storages}.values())  # those of a bucket share one

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
+
+from raysgd.checkpoint.codecs.torch import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 # Prefer the new names: torch 2.13 warns about the old ones.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,19 +22,21 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor; any other tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def make_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
     """Make a DTensor of this rank's shard, without communication; ``shape`` is that of the whole tensor."""
+    from torch.distributed.tensor import DTensor
+
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def place_as(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return a local tensor, distributed as ``tensor`` is."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return local
     return make_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from raysgd.engine import recomputation
 from raysgd.engine.local_tensors import local_of
 from raysgd.torch.model import unwrap
 
@@ -121,7 +120,7 @@ def _num_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[torch.device, in
 class KeptActivations:
     """Measures what forward passes of a model keep for their backward passes.
 
-    That is what autograd saves, what selective activation checkpointing keeps, and the model's outputs.
+    That is what autograd saves, and the model's outputs.
 
     Tensors are counted when a backward pass begins, so that those count which are in memory then. Parameters are not, nor
     what FSDP has gathered of them, nor what the model was called with.
@@ -146,12 +145,10 @@ class KeptActivations:
                 self._note_outputs
             ),  # a stage of a pipeline is called several times
         )
-        recomputation.on_kept.append(self._note)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            recomputation.on_kept.remove(self._note)
             for hook in hooks:
                 hook.remove()
             self._inputs.clear()

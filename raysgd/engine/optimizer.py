@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.errors import ConfigError, UsageError
 from raysgd.torch.restoring import place_like, place_optimizer_state
 
@@ -79,16 +79,15 @@ class EngineOptimizer(Optimizer):
         if not self.is_complete:
             self._step.end_batch()
             return
-        is_finite = self._step.take_gradients()
-        if is_finite:
+        if self._step.take_gradients():
             self._update()
-        self._step.finish(skipped=not is_finite)
+        self._step.finish()
 
     def _update(self) -> None:
         try:
             self.inner.step()
         except (RuntimeError, NotImplementedError) as error:
-            if not any(isinstance(each, DTensor) for group in self.param_groups for each in group["params"]):
+            if not any(is_dtensor(each) for group in self.param_groups for each in group["params"]):
                 raise
             if not any(word in str(error) for word in _OF_DTENSORS):
                 raise

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.local_tensors import all_gather, local_of, make_dtensor, place_as, reduce_scatter
 from raysgd.errors import UsageError
 
@@ -74,10 +73,10 @@ class _Shard:
             local_of(self.tensor.grad).add_(local)
 
     def _placed(self, gradient: torch.Tensor) -> torch.Tensor:
-        if isinstance(gradient, DTensor) == isinstance(self.tensor, DTensor):
-            if not isinstance(self.tensor, DTensor):
+        if is_dtensor(gradient) == is_dtensor(self.tensor):
+            if not is_dtensor(self.tensor):
                 return gradient.to(self.tensor.dtype)
-            if isinstance(gradient, DTensor) and gradient.device_mesh == self.tensor.device_mesh:
+            if is_dtensor(gradient) and gradient.device_mesh == self.tensor.device_mesh:
                 placed: torch.Tensor = gradient.redistribute(placements=self.tensor.placements).to(self.tensor.dtype)
                 return placed
         raise UsageError(
@@ -212,6 +211,7 @@ class OptimizerShards:
         return local_of(parameter).detach()
 
     def _make_tensor(self, parameter: nn.Parameter) -> torch.Tensor:
+
         own = self._own(parameter)
         if own.dtype == (dtype := _master_type(own)):
             return parameter
@@ -269,12 +269,15 @@ class DividedShards(OptimizerShards):
         return self._cut(local_of(parameter).detach(), parameter, self._rank)
 
     def _make_tensor(self, parameter: nn.Parameter) -> torch.Tensor:
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
         own = self._own(parameter)
         if own.dtype != (dtype := _master_type(own)) or not own.is_contiguous():
             own = own.to(dtype, copy=True, memory_format=torch.contiguous_format)
         dim = _divided_dim(parameter)
         placement: Placement = Shard(dim) if own.ndim else Replicate()
-        if not isinstance(parameter, DTensor):
+        if not is_dtensor(parameter):
             return make_dtensor(own, self._replicas, [placement], parameter.shape).requires_grad_()
         (of_tensor,) = parameter.placements
         if own.ndim and of_tensor.is_shard(dim):  # it is divided by tensor parallelism first
@@ -386,7 +389,7 @@ def _make_hook(shards: weakref.ref[OptimizerShards], number: int) -> Callable[[t
 def _place_gradient(parameter: nn.Parameter) -> None:
     """Distribute a gradient as its parameter is; that of torch's ``SequenceParallel`` is a part of the sum on each rank."""
     gradient = parameter.grad
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+    if is_dtensor(parameter) and is_dtensor(gradient) and gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
@@ -408,7 +411,9 @@ def _are_used(is_used: list[bool], num_ranks_using: torch.Tensor) -> list[bool]:
 
 def _divided_dim(parameter: nn.Parameter) -> int:
     """Return the dim along which data-parallel ranks divide a parameter: one that tensor parallelism leaves, if possible."""
-    if not isinstance(parameter, DTensor) or parameter.ndim < 2:
+    if not is_dtensor(parameter) or parameter.ndim < 2:
         return 0
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
     taken = {place.dim for place in parameter.placements if isinstance(place, (Shard, _StridedShard))}
     return next((dim for dim in range(parameter.ndim) if dim not in taken), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from raysgd.engine.attached import AttachedForward
 from raysgd.torch.devices import device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-true": torch.bfloat16}
+#: How far the search for logits goes back from a loss: a criterion is a few operations.
+_CRITERION_NODES = 64
 
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
@@ -50,15 +53,35 @@ def to_fp32(outputs: Any, *, needs_loss_alone: bool = False) -> Any:
 
     Args:
         outputs: What a model returned.
-        needs_loss_alone: Of a dict with a scalar ``loss``, as models of transformers return it, convert that alone: copies of
-            the logits would cost time and memory, and a training loop has no use for them.
+        needs_loss_alone: If the model has computed its loss, convert scalars alone: copies of the logits would cost time and
+            memory, and a training loop has no use for them. The loss is the scalar ``loss`` of a dict, as models of transformers
+            return it, or a scalar that was computed from another output.
     """
     if needs_loss_alone and isinstance(outputs, MutableMapping) and _is_scalar(outputs.get("loss")):
         outputs["loss"] = outputs["loss"].float()
         return outputs
+    is_converted = _is_scalar if needs_loss_alone and _has_loss(pytree.tree_leaves(outputs)) else _is_float
     return pytree.tree_map(
-        lambda value: value.float() if _is_float(value) and value.dtype.itemsize < 4 else value, outputs
+        lambda value: value.float() if is_converted(value) and value.dtype.itemsize < 4 else value, outputs
     )
+
+
+def _has_loss(outputs: list[Any]) -> bool:
+    """Return whether a scalar was computed from another output; False if torch compiles, where there is no graph yet."""
+    scalars = [each for each in outputs if _is_scalar(each)]
+    others = {each.grad_fn for each in outputs if _is_float(each) and not _is_scalar(each)} - {None}
+    if not scalars or not others or torch.compiler.is_compiling():
+        return False
+    nodes = deque(each.grad_fn for each in scalars if each.grad_fn is not None)
+    seen: set[Any] = set()
+    while nodes and len(seen) < _CRITERION_NODES:
+        node = nodes.popleft()
+        if node in others:
+            return True
+        if node not in seen:
+            seen.add(node)
+            nodes.extend(each for each, _ in node.next_functions if each is not None)
+    return False
 
 
 def _is_scalar(value: Any) -> bool:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from raysgd.checkpoint.codecs.torch import AbsentTensor
+from raysgd.checkpoint.codecs.torch import AbsentTensor, is_dtensor
 from raysgd.engine.local_tensors import make_dtensor
 from raysgd.engine.precision import LossScale
 from raysgd.errors import CheckpointError
@@ -157,8 +156,10 @@ def spread(state: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
 def _spread(tree: Any, replicas: DeviceMesh) -> Any:
     if isinstance(tree, dict):
         return {key: _spread(value, replicas) for key, value in tree.items()}
-    if not isinstance(tree, torch.Tensor) or isinstance(tree, DTensor) or not tree.ndim:
+    if not isinstance(tree, torch.Tensor) or is_dtensor(tree) or not tree.ndim:
         return tree
+    from torch.distributed.tensor import Shard
+
     own, _ = Shard(0)._split_tensor(tree.detach(), replicas.size(), with_padding=False, contiguous=False)
     return make_dtensor(own[replicas.get_local_rank()], replicas, [Shard(0)], tree.shape)
 
@@ -193,7 +194,7 @@ def collect(tree: Any, *, is_kept: bool) -> Any:
             "a merged checkpoint cannot be saved with pipeline_parallel, whose stages hold different tensors: save without "
             "merged=True, and merge it afterwards by `raysgd ckpt merge`."
         )
-    if isinstance(tree, DTensor):
+    if is_dtensor(tree):
         whole = tree.full_tensor()
         return whole.cpu() if is_kept else None
     return tree

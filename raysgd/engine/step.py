@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedForward, AttachedHook
 from raysgd.engine.composing import Composed, place_loaded
 from raysgd.engine.config import WITHOUT_OPTIMIZER, EngineConfig
 from raysgd.engine.data_parallel import Mesh
-from raysgd.engine.gradients import Gradients, HiddenGradients
-from raysgd.engine.pipeline.model import PipelinedModel
+from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag
 from raysgd.engine.precision import LossScale
 from raysgd.errors import UsageError
 from raysgd.session import api
@@ -51,7 +51,6 @@ class Step:
         composed: What the strategies made of the model.
         model: What the loop calls.
         hidden: The gradients of a step that is not complete.
-        is_finite: Whether those of a complete step are finite, on all ranks.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Step:
             counted_elsewhere=composed.counted_elsewhere,
         )
         self.hidden = HiddenGradients()
-        self.is_finite = True
+        self._finite: HostFlag | None = None  # whether complete gradients are finite, if that is in question
         self._weight = 0.0  # batches, rows or tokens of the step, on this rank
         self._rows: int | None = None  # of the newest batch, without repeated ones, if a loader has said it
         self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
@@ -96,7 +95,8 @@ class Step:
         if pipeline is None:
             model.register_forward_pre_hook(AttachedHook(self._begin_forward))
         else:
-            self.model = model = PipelinedModel(pipeline, self._config.micro_batches, self._begin_pipeline)
+            self.model = model = pipeline
+            pipeline.scale = self._begin_pipeline
         if self._optimizer is not None:
             model.zero_grad = AttachedForward(model.zero_grad, self.zero_grad)  # type: ignore[method-assign]
         _steps.add(self)
@@ -253,15 +253,19 @@ class Step:
 
     def _finish(self) -> None:
         """Make the gradients of a complete step those of its mean loss."""
-        self._divided_by, self.is_finite = self._divisor(), True
-        factor, norm = 1 / self._divided_by, None
+        self._divided_by, self._finite, norm = self._divisor(), None, None
         if self._loss_scale.is_enabled:
-            norm = self._gradients.norm() * factor
-            self.is_finite = self._is_finite_everywhere(norm)
-        if not self.is_finite:
-            self._divided_by = factor = 1.0
-        self._gradients.scale(factor)
+            norm = self._gradients.norm()
+            self._finite = HostFlag(self._is_finite_everywhere(norm))
+            self._divided_by = torch.where(self._finite.value, self._divided_by, 1.0)
+            norm = norm / self._divided_by
+        self._gradients.scale(1 / self._divided_by)
         self._note_changes(norm)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the gradients of a complete step are finite, on all ranks; in fp16 the host waits for them to be computed."""
+        return self._finite is None or self._finite.ask()
 
     def _divisor(self) -> torch.Tensor | float:
         """Return what the sum of the step's gradients is divided by."""
@@ -273,7 +277,7 @@ class Step:
         dist.all_reduce(total, group=mesh.get_group("dp"))
         return total / mesh.size(0)
 
-    def _is_finite_everywhere(self, norm: torch.Tensor) -> bool:
+    def _is_finite_everywhere(self, norm: torch.Tensor) -> torch.Tensor:
         """Return whether the norm is finite on all ranks.
 
         Replicas have the same gradients. Of a parameter that tensor-parallel ranks hold in full, each has computed the gradient
@@ -283,7 +287,7 @@ class Step:
         if self._config.workers_per_replica > 1:
             is_finite = is_finite.to(torch.uint8)
             dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
-        return bool(is_finite)
+        return is_finite.to(torch.bool)
 
     def _take_changes(self) -> None:
         """Let the optimizer use the gradients that the loop has left at the parameters.
@@ -321,15 +325,25 @@ class Step:
         self._accumulation.end_batch()
 
     def take_gradients(self) -> bool:
-        """Take the gradients of a complete step from the loop, and clip them; returns whether they are finite, on all ranks."""
+        """Take the gradients of a complete step from the loop, and clip them.
+
+        Returns:
+            Whether the optimizer makes its step. False if they are not finite on all ranks, unless the optimizer finds that out.
+        """
         self._check_clear()
         self._take_changes()
-        if self.is_finite and self._config.clip_grad_norm is not None:
+        if self._config.clip_grad_norm is not None:
             self._gradients.clip(self._config.clip_grad_norm)
+        if self._finite is not None and self._optimizer is not None and _can_leave_out(self._optimizer):
+            # The device finds out by itself, so that the host waits with the step in its queue.
+            self._optimizer.found_inf = (~self._finite.value).float()  # type: ignore[attr-defined]
+            return True
         return self.is_finite
 
-    def finish(self, *, skipped: bool) -> None:
+    def finish(self) -> None:
         """End a complete step: the optimizer has used its gradients, or has skipped them since they are not finite."""
+        skipped = not self.is_finite
+        vars(self._optimizer).pop("found_inf", None)
         if not skipped:
             self._data_parallel.shards.update_parameters()
         self._loss_scale.update(overflowed=skipped)
@@ -403,6 +417,17 @@ class Step:
 
 def _readers(dataset: Any) -> list[Step]:
     return [each for each in _steps if each.reads(dataset)]
+
+
+def _can_leave_out(optimizer: Optimizer) -> bool:
+    """Return whether a step of the optimizer changes nothing if its ``found_inf``, which gradient scalers use too, is 1."""
+    return (
+        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        and all(group["fused"] for group in optimizer.param_groups)
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and not any(is_dtensor(each) for group in optimizer.param_groups for each in group["params"])
+    )
 
 
 def _count_hooks(parameter: nn.Parameter) -> tuple[int, int]:

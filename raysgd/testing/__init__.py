@@ -4,9 +4,9 @@
   `OutOfMemory`, `Slow`, `NetworkCut`, `StorageFault`, `DiskFull`, `TornWrite`, `BitFlip`, `KillTrainerActor`, `KillDriver`,
   `RemoveNode`.
 - `check_history` checks that the files of a run keep raysgd's promises, `check_cluster` that nothing was left behind.
-- `raysgd.testing.simulation` runs the TrainerActor's state machine with a fake clock and no workers.
 - `raysgd.testing.callback_suite` is the suite that callbacks must pass; `raysgd.testing.backend_suite` and
-  `raysgd.testing.backend_nodes_suite` are those for backends. They need pytest.
+  `raysgd.testing.backend_nodes_suite` are those for backends, `raysgd.testing.storage_suite` is that for storage. They need
+  pytest.
 """
 
 from raysgd.testing.cluster import ClusterState, LeakError, check_cluster

@@ -7,9 +7,9 @@ from itertools import accumulate, chain, zip_longest
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from raysgd._util.text import with_article
+from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api, context
 from raysgd.torch.batches import count_rows
@@ -79,7 +79,7 @@ class EvaluationLoader:
             return {name: self.gather(value) for name, value in values.items()}
         if isinstance(values, tuple):
             return tuple(self.gather(value) for value in values)
-        if isinstance(values, DTensor):
+        if is_dtensor(values):
             values = values.full_tensor()
         elif not isinstance(values, torch.Tensor):
             values = list(values)
@@ -119,7 +119,7 @@ def _gather_own(values: Any, places: RowPlaces, number: int) -> Any:
     if isinstance(values, tuple) or has_tensors:
         gathered = [_gather_own(value, places, number) for value in values]
         return type(values)(*gathered) if hasattr(values, "_fields") else type(values)(gathered)
-    if isinstance(values, DTensor):
+    if is_dtensor(values):
         values = values.full_tensor()
     if not isinstance(values, list) and not (isinstance(values, torch.Tensor) and values.ndim):
         given = (

@@ -175,7 +175,7 @@ def place_state(module: nn.Module, state: dict[str, Any], prefix: str = "") -> N
         if target is None or not isinstance(value, (SavedArray, torch.Tensor)):
             continue
         if isinstance(value, SavedArray) or is_dtensor(value) != is_dtensor(target):
-            value = value.full_tensor() if is_dtensor(value) else value  # type: ignore[union-attr]
+            value = value.full_tensor() if is_dtensor(value) else value
             state[key] = _placed(value, target, f"state[{key!r}]")
 
 
@@ -239,8 +239,8 @@ def _placed(value: Any, target: torch.Tensor, place: str) -> Any:
             local[where] = _read(value, index)
     return DTensor.from_local(
         local,
-        target.device_mesh,  # type: ignore[attr-defined]
-        target.placements,  # type: ignore[attr-defined]
+        target.device_mesh,
+        target.placements,
         run_check=False,
         shape=target.shape,
         stride=target.stride(),

@@ -21,13 +21,12 @@ from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from raysgd.callbacks.base import Callback
     from raysgd.config import CheckpointConfig, ScalingConfig
 
 
 @dataclass(frozen=True)
 class RunArguments:
-    """The arguments of `raysgd.Trainer.run`, which documents them, as the user gave them.
+    """The arguments of `raysgd.Trainer.run`, which documents them: as the user gave them, until they are checked.
 
     Attributes:
         checkpoint_config: Which checkpoints of this run are kept. None: as the Trainer's settings say.
@@ -36,7 +35,7 @@ class RunArguments:
     train_func: Any
     config: Any = None
     dataset: Any = None
-    callbacks: Sequence[Callback] | None = ()
+    callbacks: Any = ()
     resume_from: Any = None
     reduce: Any = None
     returns: Any = "first"

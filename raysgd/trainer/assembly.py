@@ -36,7 +36,7 @@ from raysgd.controller.journal.callback_reader import CallbackReader
 from raysgd.controller.journal.outcome import outcome_error
 from raysgd.controller.requests import RunRequest, TrainerSettings, TrainerSpec
 from raysgd.controller.rounds import check_reduce
-from raysgd.errors import InfeasibleError, UsageError
+from raysgd.errors import InfeasibleError, SerializationError, UsageError
 from raysgd.result import RunInfo
 from raysgd.trainer.arguments import (
     RunArguments,
@@ -211,27 +211,27 @@ def runs_folder(spec: TrainerSpec, train_func: Any) -> str:
 
 
 def check_run(run: RunArguments) -> RunArguments:
-    """Check the arguments of a run that need no cluster, before one is started for it; return them, callbacks as a list.
+    """Check the arguments of a run that need no cluster, before one is started for it; return them as `begin_run` takes them.
 
     Raises:
         ConfigError: An argument cannot work.
     """
-    run = replace(run, callbacks=check_callbacks(run.callbacks))  # once: an iterator has them only once
-    check_train_func(run.train_func)
-    check_config(run.config)
-    check_reduce(run.reduce)
-    check_returns(run.returns)
-    return run
+    return replace(
+        run,
+        callbacks=check_callbacks(run.callbacks),
+        train_func=check_train_func(run.train_func),
+        config=check_config(run.config),
+        reduce=check_reduce(run.reduce),
+        returns=check_returns(run.returns),
+    )
 
 
 def begin_run(
     channel: Channel, spec: TrainerSpec, run: RunArguments, runs_uri: str, lease: object = None
 ) -> ResultStream:
-    """Check the arguments of a run, start the run, and return the stream of its results, which holds the lease."""
-    callbacks = check_callbacks(run.callbacks)
-    by_process = _split_by_process(
-        callbacks if _is_in_trial() else default_callbacks(callbacks), is_detached=spec.run_config.detached
-    )
+    """Start a run and return the stream of its results, which holds the lease. ``run``: as `check_run` returns it."""
+    callbacks = run.callbacks if _is_in_trial() else default_callbacks(run.callbacks)
+    by_process = _split_by_process(callbacks, is_detached=spec.run_config.detached)
     check_packages(by_process["driver"])
     if not spec.run_config.detached and not _job_adds_packages():
         check_packages(by_process["controller"])  # the callback host is on this node, with the packages of this process
@@ -277,16 +277,14 @@ def reader_maker(
 def _make_request(
     spec: TrainerSpec, run: RunArguments, runs_uri: str, callbacks: Mapping[str, list[Callback]]
 ) -> RunRequest:
-    function, config = check_train_func(run.train_func), check_config(run.config)
-    reduce, returns = check_reduce(run.reduce), check_returns(run.returns)
     start, state = resolve_start(run.resume_from)
     # Objects that this process puts into the object store are lost when it ends, so a detached run gets bytes.
     share = bytes if spec.run_config.detached else _share
     on_resize, retry_on = spec.failure_config.on_resize, spec.failure_config.retry_on
     task = WorkerTask(
         run_id=uuid.uuid4().hex,
-        code=share(_dump_code(function, config)),
-        returns=returns,
+        code=share(_dump_code(run.train_func, run.config)),
+        returns=run.returns,
         seed=spec.seed,
         deterministic=spec.deterministic,
         logical_workers=spec.logical_workers,
@@ -299,12 +297,12 @@ def _make_request(
     return RunRequest(
         task=task,
         runs_uri=runs_uri,
-        config=redact(plain(config)),
+        config=redact(plain(run.config)),
         start=start,
-        reduce=reduce,
+        reduce=run.reduce,
         host_callbacks=_dump_callbacks(callbacks["controller"]),
-        description=describe_run(spec, function),
-        secrets=frozenset(secret_values([config, vars(spec.backend), spec.runtime_env or {}])),
+        description=describe_run(spec, run.train_func),
+        secrets=frozenset(secret_values([run.config, vars(spec.backend), spec.runtime_env or {}])),
         checkpoint_config=spec.checkpoint_config,
     )
 
@@ -326,9 +324,12 @@ def _job_adds_packages() -> bool:
 
 
 def _dump_code(function: Callable[..., Any], config: dict[str, Any]) -> bytes:
-    dumps_named(config, "config")  # each by itself first, so that an error names the key
-    dumps_named(function, "train_func")
-    return dumps_call((function, config), "train_func and its config")
+    try:
+        return dumps_call((function, config), "train_func and its config")
+    except SerializationError:  # each by itself, so that the error names the key
+        dumps_named(config, "config")
+        dumps_named(function, "train_func")
+        raise
 
 
 def _share(data: bytes) -> Any:

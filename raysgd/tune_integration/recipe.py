@@ -34,7 +34,7 @@ class Work:
         datasets: The plan of ``dataset=``, or a function of the config that returns a dataset.
         callbacks: A pickled list, unpickled for each run.
         reduce: Metrics to compute over all ranks.
-        resume_from: Where a trial starts from.
+        resume_from: Where a trial starts from: a `Checkpoint`, a state without models and optimizers, or None.
     """
 
     train_func: Packed

@@ -128,7 +128,7 @@ def make_trainable(
     resume_from = run.resume_from
     if isinstance(resume_from, (str, PathLike)):  # trials have another working directory
         resume_from = Checkpoint.from_path(resume_from)
-    resolve_start(resume_from)
+    _, state = resolve_start(resume_from)
     function, parameters = check_tuned_func(run.train_func)
     callbacks = check_callbacks(run.callbacks)
     reduce = check_reduce(run.reduce)
@@ -144,7 +144,7 @@ def make_trainable(
         datasets=dataset if callable(dataset) and not hasattr(dataset, "__getitem__") else plan_data(dataset),
         callbacks=dumps_named(callbacks, "callbacks"),
         reduce=reduce,
-        resume_from=resume_from,
+        resume_from=resume_from if state is None else state,
     )
     if cross_validate and isinstance(work.datasets, DatasetPlan):
         check_folds(work.datasets)

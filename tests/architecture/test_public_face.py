@@ -69,9 +69,6 @@ PUBLIC = {
         KillTrainerActor LeakError NetworkCut OutOfMemory Preempt Raise RemoveNode Slow Stop StopProcess StorageFault
         TornWrite check_cluster check_history
     """.split(),
-    "raysgd.testing.simulation": """
-        RETURNED SimulatedRun broken failed finish history_of kill part previous_state_of reports running saved uri_of
-    """.split(),
 }
 PACKAGES = [
     "backends", "callbacks", "data", "declarative", "engine", "errors", "jax", "pipeline", "tensorflow", "torch",

@@ -96,6 +96,7 @@ AREAS: dict[str, Area] = {
     "checkpoint": Area(
         ("raysgd/checkpoint", "raysgd/controller/checkpoints"),
         (
+            "conformance/test_storages*.py",
             "fault/test_damaged_checkpoint.py",
             "fault/test_half_written.py",
             "fault/test_memory_checkpoints.py",
@@ -147,6 +148,7 @@ AREAS: dict[str, Area] = {
             "integration/test_engine_doors.py",
             "integration/test_engine_export.py",
             "integration/test_engine_loops.py",
+            "integration/test_engine_models.py",
             "integration/test_engine_runs.py",
         ),
     ),

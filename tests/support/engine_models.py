@@ -17,6 +17,21 @@ STEPS = 20
 #: Steps of which gradients are compared too, not only losses.
 COMPARED = (0, 1, STEPS - 1)
 ROWS, LENGTH, HIDDEN, VOCABULARY = 8, 12, 32, 96
+#: Models for which transformers has a tensor-parallel plan, by model type, with what is particular to them.
+PLANNED: dict[str, dict[str, Any]] = {
+    "cohere": {},
+    "gemma2": {},
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "glm4": {},
+    "gpt_neox": {},
+    "granite": {},
+    "mistral": {},
+    "olmo2": {},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "starcoder2": {"num_key_value_heads": 4},
+}
 
 
 class EncoderModel(nn.Module):
@@ -112,6 +127,11 @@ def build(
         config = hf.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
         config.decoder_start_token_id, config.pad_token_id = 1, 0
         return hf.EncoderDecoderModel(config)
+    if kind in PLANNED or kind in ("minicpm3", "mixtral"):
+        named = {"num_hidden_layers": num_blocks, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+        named |= {"hidden_size": HIDDEN, "intermediate_size": 48, "attention_dropout": dropout, **sizes}
+        named |= {"residual_dropout": dropout} if kind == "starcoder2" else {}
+        return hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(kind, **named | PLANNED.get(kind, {})))  # type: ignore[no-any-return]
     assert kind in ("t5", "t5, gated"), kind
     config = hf.T5Config(
         num_layers=num_blocks, num_heads=4, d_model=HIDDEN, d_kv=8, d_ff=48, dropout_rate=dropout,

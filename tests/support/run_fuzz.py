@@ -17,7 +17,9 @@ from raysgd.controller.states import Paused, Preparing
 from raysgd.result import Result
 from raysgd.session import events as e
 from raysgd.testing.history import find_violations
-from raysgd.testing.simulation import (
+from support.schedules import action, beginning
+from support.simulated_workers import GONE, SimulatedAttempt, SimulatedRank
+from support.simulation import (
     RETURNED,
     SimulatedRun,
     broken,
@@ -29,8 +31,6 @@ from raysgd.testing.simulation import (
     saved,
     uri_of,
 )
-from support.schedules import action, beginning
-from support.simulated_workers import GONE, SimulatedAttempt, SimulatedRank
 
 GIVEN = Start("/given", iteration=10, time_total_s=5.0)
 RANKS = range(1 << 16)  # taken modulo the number of candidate ranks

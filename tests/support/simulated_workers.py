@@ -1,4 +1,4 @@
-"""Workers of a `raysgd.testing.simulation.SimulatedRun`, whose events wait until a test delivers them."""
+"""Workers of a `support.simulation.SimulatedRun`, whose events wait until a test delivers them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from raysgd.controller import commands as c
 from raysgd.session import events as e
-from raysgd.testing.simulation import part
+from support.simulation import part
 
 #: In an event queue: the stream ends.
 GONE = object()

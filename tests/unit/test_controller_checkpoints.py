@@ -22,7 +22,7 @@ from raysgd.controller.checkpoints.pending import PendingCheckpoints
 from raysgd.controller.commands import EmitFrame
 from raysgd.controller.run_plan import RunPlan, Start
 from raysgd.session.events import PartFailed, PartSafe, Scored
-from raysgd.testing.simulation import part, saved, uri_of
+from support.simulation import part, saved, uri_of
 
 
 def pending_checkpoints(

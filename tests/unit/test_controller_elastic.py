@@ -6,23 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from raysgd.config import CheckpointConfig
+from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
-from raysgd.controller.machine.regrouping import (
-    AGAIN_S,
-    FLAP_S,
-    GROWS,
-    MAX_PAUSE_S,
-    MIN_PAUSE_S,
-    REACH_S,
-    SETTLE_S,
-    ScalingPolicy,
-)
+from raysgd.controller.machine.lifecycle import SAVE_POINT_GRACE_S
+from raysgd.controller.machine.regrouping import AGAIN_S, GROWS, REACH_S
+from raysgd.controller.policies.scaling import MIN_PAUSE_S, SETTLE_S
 from raysgd.session import events as e
-from raysgd.testing.simulation import SimulatedRun, finish, kill, part, running, saved, uri_of
+from support.simulation import SimulatedRun, finish, kill, part, running, saved, uri_of
 
 
 def run_before_save_point(num_ranks: int = 2, **settings: Any) -> SimulatedRun:
@@ -194,6 +185,54 @@ def test_death_while_leaving_for_growth_is_not_a_failure() -> None:
     assert run.prepared_attempts[-1] == 2 and not run.keeps_size
 
 
+def leaving(num_ranks: int = 2, **settings: Any) -> SimulatedRun:
+    """Return a run whose ranks leave from a save point, so that the group can grow."""
+    run = run_before_save_point(num_ranks, **settings)
+    run.save()
+    reach(run)
+    run.commit()
+    assert ended(run) == [GROWS]
+    return run
+
+
+@pytest.mark.parametrize(("abort_grace_s", "patience_s"), [(2, SAVE_POINT_GRACE_S), (60, 60)])
+def test_rank_that_leaves_a_save_point_slowly_keeps_its_process(abort_grace_s: float, patience_s: float) -> None:
+    run = leaving(failure_config=FailureConfig(abort_grace_s=abort_grace_s))
+    run.leave(0, e.Ended())
+    run.advance(patience_s - 0.1)
+    assert run.killed_ranks == [] and run.prepared_attempts == [1]
+    run.leave(1, e.Ended())
+    assert run.prepared_attempts == [1, 2]
+    run.advance(1)
+    assert run.killed_ranks == []
+
+
+def test_rank_that_does_not_leave_a_save_point_is_killed_and_replaced() -> None:
+    run = leaving()
+    run.leave(0, e.Ended())
+    run.advance(SAVE_POINT_GRACE_S)
+    assert run.killed_ranks == [1]
+    run.end_stream(1, "killed")
+    assert run.prepared_attempts == [1, 2] and run.events("failure") == []
+
+
+def test_rank_that_hangs_at_a_save_point_is_killed_at_once() -> None:
+    run = leaving()
+    run.leave(0, e.Ended())
+    run.feed(c.WorkerHung(1, 1, "silent", "no heartbeat"))
+    assert run.killed_ranks == [1]
+    run.end_stream(1, "killed")
+    assert run.prepared_attempts == [1, 2] and run.events("failure") == []
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_end_of_a_run_does_not_wait_for_a_rank_that_leaves_a_save_point_slowly(cancel: bool) -> None:
+    run = leaving(failure_config=FailureConfig(abort_grace_s=2))
+    run.stop(cancel=cancel)
+    run.advance(2)
+    assert run.killed_ranks == [0, 1]
+
+
 def test_death_cancels_the_save_point() -> None:
     run = run_before_save_point()
     run.deliver(0, saved(), part())
@@ -206,68 +245,14 @@ def test_death_cancels_the_save_point() -> None:
     assert len(run.events("failure")) == 1
 
 
-# -- the time of growth ------------------------------------------------------------------------------------------------
-
-TIMES = st.floats(0, 1e6)
-
-
-@given(first=TIMES, later=st.floats(0, SETTLE_S))
-def test_growth_waits_for_workers_that_become_ready_within_settle_time(first: float, later: float) -> None:
-    policy = ScalingPolicy()
-    assert policy.grow_at() is None
-    policy.on_worker_ready(first)
-    policy.on_worker_ready(first + later)
-    assert policy.grow_at() == first + later + SETTLE_S
-
-
-@given(grown=TIMES, joined=st.floats(0, 100))
-def test_growths_are_separated_by_the_minimum_pause(grown: float, joined: float) -> None:
-    policy = ScalingPolicy()
-    policy.on_grown(grown)
-    assert policy.grow_at() is None
-    policy.on_worker_ready(grown + joined)
-    at = policy.grow_at()
-    assert at is not None and at >= grown + MIN_PAUSE_S and at >= grown + joined + SETTLE_S
-
-
-@pytest.mark.parametrize(("num_losses", "pause"), [(1, 20), (2, 40), (10, MAX_PAUSE_S)])
-def test_group_that_loses_workers_right_after_growth_grows_less_often(num_losses: int, pause: float) -> None:
-    policy, now = ScalingPolicy(), 0.0
-    for _ in range(num_losses):
-        policy.on_grown(now)
-        policy.on_worker_lost(now + 1)
-        now += 2
-    policy.on_grown(now)
-    policy.on_worker_ready(now)
-    assert policy.grow_at() == now + pause
-
-
-def test_loss_of_several_workers_at_once_counts_once() -> None:
-    policy = ScalingPolicy()
-    policy.on_grown(0)
-    for _ in range(8):
-        policy.on_worker_lost(1)
-    policy.on_worker_ready(2)
-    assert policy.grow_at() == 2 * MIN_PAUSE_S
-
-
-def test_stable_growth_resets_the_pause() -> None:
-    policy = ScalingPolicy()
-    policy.on_grown(0)
-    policy.on_worker_lost(1)
-    policy.on_grown(20)
-    later = 20 + 2 * MIN_PAUSE_S + FLAP_S + 1
-    policy.on_grown(later)
-    policy.on_worker_ready(later)
-    assert policy.grow_at() == later + MIN_PAUSE_S
-
-
 def test_group_without_checkpoints_grows_at_once_if_the_backend_says_so() -> None:
     run = running(grows_without_save=True)
     run.feed(c.JoiningWorkerReady())
     assert not ended(run)
     run.advance(SETTLE_S)
     assert ended(run) == [GROWS] and not run.num_save_points
+    run.advance(FailureConfig().abort_grace_s - 0.1)
+    assert run.killed_ranks == []
     for rank in range(2):
         run.leave(rank, e.Ended())
     assert run.prepared_attempts[1:] == [2] and not run.keeps_size

@@ -13,7 +13,7 @@ from raysgd.controller.run_plan import Start
 from raysgd.controller.states import Running
 from raysgd.session import events as e
 from raysgd.testing.history import find_violations
-from raysgd.testing.simulation import (
+from support.simulation import (
     RETURNED,
     SimulatedRun,
     broken,

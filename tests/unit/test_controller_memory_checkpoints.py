@@ -14,8 +14,8 @@ from raysgd.config import CheckpointConfig
 from raysgd.controller import commands as c
 from raysgd.controller.checkpoints.memory import MemoryCheckpoints
 from raysgd.session import events as e
-from raysgd.testing.simulation import SimulatedRun, failed, finish, kill, part, reports, running, saved, uri_of
 from support.poll import turn_loop
+from support.simulation import SimulatedRun, failed, finish, kill, part, reports, running, saved, uri_of
 
 MEMORY_ALONE = CheckpointConfig(storage_interval=100)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from raysgd.controller import commands as c
 from raysgd.controller.machine.lifecycle import GATHER_S
 from raysgd.session import events as e
-from raysgd.testing.simulation import RETURNED, broken, failed, running
+from support.simulation import RETURNED, broken, failed, running
 
 
 def test_ranks_that_wait_without_hope_end_the_run_and_are_not_retried() -> None:

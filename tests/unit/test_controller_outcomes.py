@@ -14,7 +14,7 @@ from raysgd.controller.rounds import RoundMerger
 from raysgd.controller.run_plan import Start
 from raysgd.controller.states import Closing, Ending, Preparing, has_succeeded
 from raysgd.session import events as e
-from raysgd.testing.simulation import (
+from support.simulation import (
     RETURNED,
     SimulatedRun,
     broken,

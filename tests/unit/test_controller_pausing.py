@@ -9,7 +9,7 @@ from raysgd.controller import commands as c
 from raysgd.controller.machine.lifecycle import GATHER_S
 from raysgd.controller.states import Paused
 from raysgd.session import events as e
-from raysgd.testing.simulation import RETURNED, SimulatedRun, kill, part, reports, running, saved, uri_of
+from support.simulation import RETURNED, SimulatedRun, kill, part, reports, running, saved, uri_of
 
 
 def pause(run: SimulatedRun) -> None:

@@ -11,7 +11,7 @@ from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.states import Paused
 from raysgd.session import events as e
-from raysgd.testing.simulation import (
+from support.simulation import (
     SimulatedRun,
     failed,
     finish,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raysgd.config import FailureConfig
 from raysgd.session import events as e
-from raysgd.testing.simulation import broken, failed, running, uri_of
+from support.simulation import broken, failed, running, uri_of
 
 
 def flaky(at: float = 1000.0, **flags: bool) -> e.Failed:

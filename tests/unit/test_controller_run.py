@@ -19,8 +19,8 @@ from raysgd.controller.run.executor import Run
 from raysgd.controller.states import CALLBACK_NODE
 from raysgd.errors import InfeasibleError, RaySGDError, StartTimeoutError, WorkerDiedError, WorkerError
 from raysgd.result import RunInfo
-from raysgd.testing.simulation import failed
 from raysgd.workers.orders import WorkerTask
+from support.simulation import failed
 
 
 class FailingGroup:

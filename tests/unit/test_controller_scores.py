@@ -11,7 +11,7 @@ import pytest
 from raysgd.config import CheckpointConfig
 from raysgd.controller.commands import DeleteCheckpoint
 from raysgd.session.events import Scored
-from raysgd.testing.simulation import SimulatedRun, finish, part, previous_state_of, reports, running, saved
+from support.simulation import SimulatedRun, finish, part, previous_state_of, reports, running, saved
 
 
 def save_scored(order: str, *metrics: dict[str, Any] | None, num_to_keep: int | None = 1) -> SimulatedRun:

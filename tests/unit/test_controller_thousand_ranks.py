@@ -26,9 +26,9 @@ from raysgd.controller.policies.mismatch import WARN_AFTER_S, MismatchPolicy
 from raysgd.controller.policies.straggler import WINDOW_STEPS, StragglerPolicy, _Others
 from raysgd.controller.rounds import RoundMerger
 from raysgd.session.progress import Heartbeat, Spent
-from raysgd.testing.simulation import SimulatedRun, part, running, saved
 from raysgd.workers.group.ranks import assign_visible_gpus
 from raysgd.workers.orders import Position, WorkerInfo
+from support.simulation import SimulatedRun, part, running, saved
 
 RANKS = 1000
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import raysgd
-from support.engine_steps import Model, make_rows
+from support.engine_steps import NUM_FEATURES, Model, make_rows
 
 WIDTH, DEPTH, NUM_ROWS = 16, 3, 24
 
@@ -63,11 +64,47 @@ def test_measured_activations_are_those_of_the_prediction(kind: Any) -> None:
     assert row.split()[2:] == [f"{size / 1e6:.3f}" for size in (use.kept_activations, found.kept_activations)]
 
 
-def test_model_that_is_recomputed_as_a_whole_keeps_what_selective_checkpointing_keeps() -> None:
-    engine, model = compose(nn.Linear(8, 32), activation_checkpointing="selective")
+def test_selective_checkpointing_is_halfway_between_none_and_full() -> None:
+    def measure_step(kind: Any) -> tuple[int, int]:
+        engine, model = compose(Model(WIDTH, 6), activation_checkpointing=kind)
+        with engine.measure_activations(), FlopCounterMode(display=False) as flops:
+            engine.backward(model(torch.randn(10, NUM_FEATURES)).square().sum())
+        return engine.memory().kept_activations, flops.get_total_flops()
+
+    (kept_none, flops_none), (kept_half, flops_half), (kept_full, flops_full) = map(
+        measure_step, (None, "selective", "full")
+    )
+    assert kept_none - kept_half == kept_half - kept_full > 0
+    assert flops_full - flops_half == flops_half - flops_none > 0
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_prediction_knows_that_a_model_without_blocks_is_recomputed_as_a_whole(kind: Any) -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x).relu()).square().mean()
+
+    engine, model = compose(Loss(), activation_checkpointing=kind)
     with engine.measure_activations():
-        engine.backward(model(torch.randn(10, 8)).sum())
-    assert engine.memory().kept_activations == 10 * 32 * 4
+        engine.backward(model(torch.randn(10, 8)))
+    config = raysgd.EngineConfig(activation_checkpointing=kind)
+    found = raysgd.engine.predict_memory(Loss, torch.randn(10, 8), config, 1, device="cpu")
+    assert engine.memory().kept_activations == 4, "the loss"
+    assert found.kept_activations <= 4
+
+
+def test_gradients_between_two_batches_of_a_step_are_counted_once() -> None:
+    model: nn.Module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    engine = raysgd.Engine(zero_stage=2, accumulation_steps=2)
+    model, *_ = engine.compose(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        engine.backward(model(torch.randn(3, 8)).sum())
+        # The shards of a bucket have one tensor, with a flag for each parameter.
+        assert engine.memory().gradients == pytest.approx(4 * (4 * 72 + 8), abs=32)
 
 
 def test_activations_need_a_model() -> None:

@@ -151,7 +151,7 @@ class Stacked(nn.Module):
         (
             {"activation_checkpointing": "selective", "precision": "bf16", "compile": "model"},
             {
-                **dict.fromkeys(("blocks.0", "blocks.1"), "selective activation checkpointing"),
+                "blocks.0": "selective activation checkpointing",
                 "(model)": "autocast to bf16; compiled",
             },
         ),

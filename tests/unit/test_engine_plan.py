@@ -121,6 +121,15 @@ def test_printed_plan_has_a_table_and_the_reason() -> None:
     assert "optimizer state 0.7" in found.reason
 
 
+def test_plan_says_whether_its_times_are_calibrated() -> None:
+    fixed: dict[str, Any] = {"zero_stage": 3, "tensor_parallel": 1, "activation_checkpointing": None}
+    found = make_plan(**fixed)
+    assert "s (not calibrated: times assume the speeds of a current data-center GPU)." in found.reason.splitlines()[0]
+    assert "not calibrated" in str(found) and not found.is_calibrated
+    found = make_plan(**fixed, hardware=Hardware(flops_per_s=3e14))
+    assert "calibrated" not in str(found) and found.is_calibrated
+
+
 def test_fixed_choices_are_not_varied() -> None:
     found = make_plan(zero_stage=3, tensor_parallel=2, activation_checkpointing="full", accumulation_steps=2)
     assert {one.config.zero_stage for one in found.candidates} == {3}

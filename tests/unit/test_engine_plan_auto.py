@@ -95,6 +95,7 @@ def test_little_memory_needs_checkpointing_and_the_reason_is_described(caplog: p
     assert re.search(r"^blocks\.5 +full activation checkpointing$", table, re.MULTILINE)
     (line,) = [record.getMessage() for record in caplog.records if "plan=" in record.getMessage()]
     assert line.startswith('plan="auto": chosen: full checkpointing.') and "Not one device" in line
+    assert "(not calibrated: times assume the speeds of a current data-center GPU)" in line
     assert "\n" not in line
 
 
@@ -168,7 +169,7 @@ def test_loop_computes_the_same_with_the_same_order_of_rows_and_random_numbers()
     expected = train(raysgd.Engine())
     planned = raysgd.Engine(plan="auto", memory_per_device=3e6)
     assert train(planned) == pytest.approx(expected, rel=1e-6)
-    assert planned.config.activation_checkpointing == "full"
+    assert planned.config.activation_checkpointing is not None
     assert len(set(expected)) == len(expected)
 
 

@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import raysgd
+from raysgd.engine.gradients import HostFlag, global_norm
 from raysgd.engine.precision import LossScale
 from raysgd.engine.saving import OptimizerNumbers
 from raysgd.engine.tensor_parallel.placements import fsdp_shard_placement
@@ -52,6 +54,11 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
 
 def weights(model: nn.Module) -> list[float]:
     return torch.cat([each.detach().float().flatten() for each in model.parameters()]).tolist()
+
+
+def whole_weights(model: nn.Module) -> list[float]:
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
+    return torch.cat([each.detach().flatten() for each in whole]).tolist()
 
 
 def train_plainly(step: Callable[[nn.Module, torch.optim.Optimizer, int], None]) -> list[float]:
@@ -290,6 +297,55 @@ def test_criterion_of_two_models_scales_for_the_newest() -> None:
         assert update("fp16") == pytest.approx(plain, rel=0.05, abs=1e-4)
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_fp16_step_that_overflows_changes_nothing_and_fused_ones_are_queued_before_anybody_waits(
+    is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    engine, model, optimizer = composed(
+        lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, fused=is_fused),
+        precision="fp16",
+        loss_scale=1024.0,
+        clip_grad_norm=0.5,
+    )
+    ask, update = HostFlag.ask, optimizer.inner.step
+    monkeypatch.setattr(HostFlag, "ask", lambda flag: order.append("wait") or ask(flag))
+    monkeypatch.setattr(optimizer.inner, "step", lambda: order.append("step") or update())
+
+    def step(factor: float) -> list[float]:
+        before = weights(model)
+        engine.backward(loss_of(model, 0) * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        return [now - then for now, then in zip(weights(model), before, strict=True)]
+
+    first = step(1.0)
+    states = {key: value.clone() for key, value in optimizer.state[model[0].weight].items()}
+    assert order == (["step", "wait"] if is_fused else ["wait", "step", "wait"])
+    assert any(first) and not any(step(1e30))
+    assert engine.loss_scale == 512.0
+    assert all(torch.equal(value, states[key]) for key, value in optimizer.state[model[0].weight].items())
+    assert any(step(1.0)) and engine.loss_scale == 512.0
+
+
+@pytest.mark.parametrize("num_gradients", [3, 300])
+def test_number_of_operations_of_the_norm_does_not_depend_on_the_number_of_gradients(num_gradients: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "pp", "tp"))
+    gradients = [torch.full((4,), 0.5) for _ in range(num_gradients)]
+    with _CountOperations() as counter:
+        norm = global_norm(gradients, mesh, is_sharded=False)
+    assert norm == pytest.approx(num_gradients**0.5)
+    assert counter.count < 12
+
+
+class _CountOperations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
 class _WithLoss(nn.Module):
     """A model that computes its loss, as those of transformers do."""
 
@@ -312,3 +368,78 @@ def test_outputs_are_fp32_but_in_training_what_comes_with_a_loss(precision: str)
     engine.backward(found["loss"])
     model.eval()
     assert {each.dtype for each in model(batch(0)).values()} == {torch.float32}
+
+
+class _Classifier(nn.Module):
+    """A model that returns its logits with its loss, with a loss of other outputs, or alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(3, 50), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        logits = self.layer(x)
+        if self.kind == "logits":
+            return logits
+        targets = torch.zeros(len(x), dtype=torch.int64)
+        loss = (
+            nn.functional.cross_entropy(logits, targets) if self.kind == "loss" else (x * self.layer.weight.sum()).sum()
+        )
+        return logits, loss
+
+
+class _CountCopies(TorchDispatchMode):
+    """Counts copies to fp32 of tensors with so many elements."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self.num_elements, self.num_copies = num_elements, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and (out.dtype, out.numel()) == (torch.float32, self.num_elements):
+            self.num_copies += 1
+        return out
+
+
+@pytest.mark.parametrize("kind", ["loss", "other loss", "logits"])
+def test_logits_are_copied_to_fp32_only_for_a_loss_of_the_loop(kind: str) -> None:
+    def copies(call: Callable[[], Any]) -> int:
+        with _CountCopies(4 * 50) as counter:
+            call()
+        return counter.num_copies
+
+    model, x = _Classifier(kind), batch(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        by_hand = copies(lambda: model(x))
+    model, *_ = raysgd.Engine(precision="bf16").compose(model=model)
+    assert copies(lambda: model(x)) - by_hand == (kind != "loss")
+    logits = model(x) if kind == "logits" else model(x)[0]
+    assert logits.dtype == (torch.bfloat16 if kind == "loss" else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "chosen", "is_fused"),
+    [
+        ({"zero_stage": 3, "cpu_offload": True}, {}, True),
+        ({"zero_stage": 3, "cpu_offload": True}, {"foreach": True}, None),
+        ({"zero_stage": 3, "cpu_offload": True, "fused_optimizer": False}, {}, None),
+        ({"zero_stage": 3}, {}, None),
+        ({"fused_optimizer": True}, {"foreach": True}, True),
+    ],
+)
+def test_steps_of_offloaded_states_are_fused_unless_the_user_chose_otherwise(
+    strategies: dict[str, Any], chosen: dict[str, Any], is_fused: bool | None
+) -> None:
+    def update(**options: Any) -> list[float]:
+        engine, model, optimizer = composed(
+            lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, **chosen), **options
+        )
+        for number in range(STEPS):
+            engine.backward(loss_of(model, number))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.param_groups[0]["fused"] == (is_fused if options else None)
+        return whole_weights(model)
+
+    assert update(**strategies) == pytest.approx(update(), rel=1e-5)

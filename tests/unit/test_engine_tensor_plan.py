@@ -11,7 +11,7 @@ from torch import nn
 
 from raysgd.engine.tensor_parallel import make_tensor_plan
 from raysgd.errors import ConfigError
-from support.engine_models import HIDDEN, build
+from support.engine_models import HIDDEN, PLANNED, build
 
 
 def described(model: nn.Module, size: int = 2, sequence_parallel: bool = False) -> dict[str, str]:
@@ -21,24 +21,51 @@ def described(model: nn.Module, size: int = 2, sequence_parallel: bool = False) 
 def test_plan_shares_attention_and_feed_forward_layers() -> None:
     found = described(build("llama"))
     block = "model.layers.1."
-    assert {found[block + f"self_attn.{name}_proj"] for name in "qkv"} == {"outputs shared"}
-    assert found[block + "self_attn.o_proj"] == found[block + "mlp.down_proj"] == "inputs shared"
-    assert found[block + "self_attn"] == "heads shared" and found[block + "mlp"] == "features shared"
+    assert {found[block + f"self_attn.{name}_proj"] for name in "qkv"} == {"outputs sharded"}
+    assert found[block + "self_attn.o_proj"] == found[block + "mlp.down_proj"] == "inputs sharded"
+    assert found[block + "self_attn"] == "heads sharded" and found[block + "mlp"] == "features sharded"
     assert found[block + "input_layernorm"] == "replicated"
-    assert found["model.embed_tokens"] == "vocabulary shared" and found["lm_head"] == "outputs shared"
+    assert found["model.embed_tokens"] == "vocabulary sharded" and found["lm_head"] == "outputs sharded, then gathered"
 
 
 def test_plan_cuts_each_part_of_a_fused_layer() -> None:
-    assert described(build("gpt2"))["transformer.h.0.attn.c_attn"] == "outputs shared, 3 fused parts"
+    assert described(build("gpt2"))["transformer.h.0.attn.c_attn"] == "outputs sharded, 3 fused parts"
 
 
 def test_plan_shares_features_where_the_vocabulary_does_not_divide() -> None:
     found = described(build("gpt2", vocabulary=97))
-    assert found["transformer.wte"] == "features shared" and found["lm_head"] == "inputs shared"
+    assert found["transformer.wte"] == "features sharded" and found["lm_head"] == "inputs split, then sharded"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("qwen3", {"self_attn.q_norm": "replicated, gradients summed", "self_attn": "heads sharded"}),
+        ("gpt_neox", {"attention.query_key_value": "outputs sharded", "attention.dense": "inputs sharded"}),
+        (
+            "phi3",
+            {"self_attn.qkv_proj": "outputs sharded, then gathered", "mlp.down_proj": "inputs split, then sharded"},
+        ),
+        ("starcoder2", {"mlp.c_fc": "outputs sharded", "mlp.c_proj": "inputs sharded", "mlp": "features sharded"}),
+    ],
+)
+def test_plan_of_transformers_is_read(kind: str, expected: dict[str, str]) -> None:
+    with torch.device("meta"):
+        found = described(build(kind))
+    blocks = "gpt_neox.layers" if kind == "gpt_neox" else "model.layers"
+    assert {name: found[f"{blocks}.1.{name}"] for name in expected} == expected
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_neox", "granite", "mistral", "qwen2", "qwen3"])
+def test_sequence_parallel_runs_the_blocks_of_planned_models(kind: str) -> None:
+    found = described(build(kind), sequence_parallel=True)
+    assert list(found.values()).count("on parts of the sequence") == 2
 
 
 def test_plan_covers_every_parameter() -> None:
-    for kind in ("gpt2", "llama", "bert", "bert, classifier", "t5", "t5, gated", "encoder", "encoder and decoder"):
+    for kind in (
+        *PLANNED, "gpt2", "llama", "bert", "bert, classifier", "t5", "t5, gated", "encoder", "encoder and decoder"
+    ):  # fmt: skip
         model = build(kind)
         owners = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
         assert owners <= make_tensor_plan(model, 2).styles.keys()
@@ -47,13 +74,13 @@ def test_plan_covers_every_parameter() -> None:
 def test_plan_is_made_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = nn.Transformer(HIDDEN, 4, 1, 1, 64)
-    assert described(model)["decoder.layers.0.multihead_attn"] == "heads shared"
+    assert described(model)["decoder.layers.0.multihead_attn"] == "heads sharded"
 
 
 @pytest.mark.parametrize(
     ("kind", "size", "message"),
     [
-        ("llama", 4, "model.layers.0.self_attn: 2 key-value heads (2 % 4 = 2)"),
+        ("llama", 4, "model.layers.0.self_attn: 2 heads of k_proj (2 % 4 = 2)"),
         ("gpt2", 8, "transformer.h.0.attn: 4 heads (4 % 8 = 4)"),
         ("bert", 3, "bert.encoder.layer.0.attention: 4 heads (4 % 3 = 1)"),
         ("t5", 3, "encoder.block.0.layer.0.SelfAttention: 4 heads (4 % 3 = 1)"),
@@ -64,6 +91,42 @@ def test_size_that_does_not_divide_is_refused_with_the_arithmetic(kind: str, siz
     with pytest.raises(ConfigError, match="does not divide") as problem:
         make_tensor_plan(build(kind), size)
     assert message in str(problem.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sequence_parallel", "message"),
+    [
+        ("mixtral", False, "model.layers.0.mlp: transformers' plan gives its experts the style 'moe_tp_experts'"),
+        (
+            "minicpm3",
+            False,
+            "model.layers.0.self_attn: transformers' plan gives its kv_a_proj_with_mqa the style 'mla_",
+        ),
+        ("phi3", True, "model.layers.0: sequence_parallel=True needs that each rank has its own heads and features"),
+    ],
+)
+def test_what_a_plan_of_transformers_needs_is_refused_by_name(kind: str, sequence_parallel: bool, message: str) -> None:
+    with torch.device("meta"):
+        model = build(kind)
+    with pytest.raises(ConfigError, match="Give a plan of your own") as problem:
+        make_tensor_plan(model, 2, sequence_parallel)
+    assert message in str(problem.value)
+
+
+def test_attention_with_another_forward_pass_is_refused_in_a_planned_model() -> None:
+    model: Any = build("llama")
+    attention = model.model.layers[1].self_attn
+
+    class OtherLlamaAttention(type(attention)):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+            outputs, weights = super().forward(hidden_states, **kwargs)
+            return hidden_states + outputs, weights
+
+    attention.__class__ = OtherLlamaAttention
+    with pytest.raises(
+        ConfigError, match=r"layers\.1\.self_attn: its class OtherLlamaAttention has a forward pass of its own"
+    ):
+        make_tensor_plan(model, 2)
 
 
 class OtherLinear(nn.Linear):
@@ -133,6 +196,6 @@ def test_names_alone_do_not_decide() -> None:
 
 def test_sequence_parallel_refuses_blocks_that_it_does_not_know() -> None:
     model = nn.ModuleList([nn.ModuleDict({"attention": nn.MultiheadAttention(HIDDEN, 4)})])
-    assert described(model)["0.attention"] == "heads shared"
+    assert described(model)["0.attention"] == "heads sharded"
     with pytest.raises(ConfigError, match="0: sequence_parallel=True does not know how a ModuleDict uses the sequence"):
         make_tensor_plan(model, 2, sequence_parallel=True)

@@ -15,7 +15,7 @@ from raysgd import errors
 from raysgd.controller.journal.outcome import outcome_data, outcome_error
 from raysgd.controller.states import CALLBACK_NODE, Outcome
 from raysgd.errors import AttemptEnded, RaySGDError, WorkerTraceback
-from raysgd.testing.simulation import failed
+from support.simulation import failed
 
 ALL = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, RaySGDError)]
 COPIES: list[Any] = [

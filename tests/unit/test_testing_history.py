@@ -28,7 +28,8 @@ from raysgd.controller.run_plan import SEQ_GAP
 from raysgd.session import events as e
 from raysgd.testing.history import CLOSING_TIMEOUT_S, HistoryError, check_history, find_violations
 from raysgd.testing.record import History, Stored
-from raysgd.testing.simulation import (
+from raysgd.trainer.spec import describe_run, make_spec
+from support.simulation import (
     SimulatedRun,
     broken,
     failed,
@@ -41,7 +42,6 @@ from raysgd.testing.simulation import (
     running,
     saved,
 )
-from raysgd.trainer.spec import describe_run, make_spec
 
 Frames = list[Frame]
 

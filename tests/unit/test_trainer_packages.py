@@ -32,13 +32,14 @@ class Checked(Exception):
 
 
 def begin(monkeypatch: pytest.MonkeyPatch, callback: Callback, runtime_env: dict[str, Any], **settings: Any) -> None:
-    def raise_checked(train_func: Any) -> Any:
+    def raise_checked(resume_from: Any) -> Any:
         raise Checked
 
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env=runtime_env))
-    monkeypatch.setattr(assembly, "check_train_func", raise_checked)
+    monkeypatch.setattr(assembly, "resolve_start", raise_checked)
     spec = make_spec(backend="none", **settings)
-    assembly.begin_run(cast(Any, None), spec, RunArguments(print, callbacks=[callback]), "runs")
+    run = assembly.check_run(RunArguments(print, callbacks=[callback]))
+    assembly.begin_run(cast(Any, None), spec, run, "runs")
 
 
 @pytest.mark.parametrize("kind", [Logger, LoggerInController])

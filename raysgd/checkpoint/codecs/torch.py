@@ -23,13 +23,17 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from raysgd.checkpoint.codecs.leaves import ByteArray, Json, Leaf
 from raysgd.checkpoint.codecs.shards import ShardIndex
 from raysgd.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 # torch dtype -> (safetensors dtype, number of those per element). Types that the format lacks are stored as bytes or pairs.
 _DTYPES = {
@@ -186,8 +190,8 @@ def _view(data: ByteArray, dtype: Any, shape: list[int]) -> Any:
 # -- DTensors --------------------------------------------------------------------------------------
 
 
-def is_dtensor(value: Any) -> bool:
-    """Whether a value is a `torch.distributed.tensor.DTensor`; does not import that module."""
+def is_dtensor(value: Any) -> TypeIs[DTensor]:
+    """Whether a value is a `torch.distributed.tensor.DTensor`; does not import that module, which takes a second (sympy)."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -139,7 +139,7 @@ class Files(abc.ABC):
         """Write or replace a file and return its size and checksums.
 
         When it returns, the bytes are as durable as the file system can make them. A reader sees the old file or the new
-        one, never a part of it. Missing folders are made.
+        one, never a part of it. A write that fails leaves the old file, or none. Missing folders are made.
         """
 
     @abc.abstractmethod
@@ -310,7 +310,8 @@ def local_root(fs: Any, path: str) -> str | None:
 class ArrowFiles(Files):
     """Files below a path of a ``pyarrow.fs`` file system: S3, GCS, Azure, HDFS, fsspec adapters. Thread-safe.
 
-    A put to an object store is always atomic: the object appears when its stream is closed.
+    A put to an object store is always atomic: the object appears when its stream is closed. pyarrow cannot abort a stream,
+    so a write that is interrupted deletes what it has put, and with it the file that was there before.
     """
 
     def __init__(self, fs: Any, root: str) -> None:
@@ -318,8 +319,16 @@ class ArrowFiles(Files):
         self.root = root.rstrip("/")
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> Written:
-        with self._open_output(name) as stream, Checksum() as checksum:
-            checksum.pass_on(chunks, stream.write)
+        stream = self._open_output(name)
+        with Checksum() as checksum:
+            try:
+                checksum.pass_on(chunks, stream.write)
+            except BaseException:  # also AttemptEnded
+                with contextlib.suppress(OSError, ValueError):
+                    stream.close()  # fails if a put has failed; the object is then as it was
+                    self.delete_file(name)
+                raise
+            stream.close()
             return checksum.result()
 
     def open_input(self, name: str) -> BinaryIO:

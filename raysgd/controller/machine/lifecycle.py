@@ -34,6 +34,9 @@ GATHER_S = 0.05
 #: Seconds that a broken collective waits for the death or exception that explains it. Ray reports a process on a lost node
 #: later than one that died alone, and later still on a busy machine.
 EXPLAIN_S = 5.0
+#: Seconds, at least, for ranks to leave from a save point. They leave by themselves, on a busy machine slowly: killing them
+#: would cost a start of their processes. A rank that died or hangs is found in other ways.
+SAVE_POINT_GRACE_S = 30.0
 
 
 class RunLifecycle:
@@ -67,6 +70,7 @@ class RunLifecycle:
         self._is_published = False
         self._missing = c.MetricsMissing(())
         self._warned_of_missing = False
+        self._warned_of_unsynchronized = False
 
     @property
     def is_stopping(self) -> bool:
@@ -158,15 +162,82 @@ class RunLifecycle:
         self._emit(c.RecordEvent("attempt_start", {**data, **place}))
         self._emit(c.StartAttempt(attempt, start, first_number))
 
+    # -- Running ------------------------------------------------------------------------------------------------------
+
+    def on_entered(self, running: Running) -> None:
+        """A rank has entered train_func, which uses up the attempt's number."""
+        running.is_entered = True
+
+    def on_unsynchronized(self, running: Running, rank: int, message: str) -> None:
+        """Warn once in a run, when all ranks train a model of their own: where some do not, others may train on purpose."""
+        running.unsynchronized.add(rank)
+        if not self._warned_of_unsynchronized and len(running.unsynchronized) == len(running.nodes):
+            self._warned_of_unsynchronized = True
+            self._emit(c.warning(message))
+
+    def on_returned(self, running: Running, rank: int) -> None:
+        """A rank has returned from train_func."""
+        self._emit(c.EmitFrame(frames.RANK_DONE, running.attempt, rank))
+        self.save_point.cancel()  # otherwise this rank would repeat all that it did after the save point
+
+    def on_stopped(self, running: Running, rank: int) -> None:
+        """A rank has left train_func without returning, because the run was asked to stop. The others leave too."""
+        self._emit(c.EmitFrame(frames.RANK_DONE, running.attempt, rank))
+        running.stopped.add(rank)
+        if len(running.stopped) == 1:  # the others may wait for it in a collective
+            ranks = tuple(sorted(running.active))
+            self._emit(c.EndAttempt(running.attempt, ranks, "the run was asked to stop"))
+            self._start_grace(running)
+
+    def on_stream_ended(self, running: Running, rank: int) -> None:
+        """A rank's last event has arrived, or its process died."""
+        running.active.discard(rank)
+
+    def record_stop(self, why: str) -> None:
+        """Record that the run was asked to stop: no attempt follows the current one."""
+        self.stop_reason = why
+        self._emit(c.RecordEvent("stop", {"why": why}))
+
     # -- Ending -------------------------------------------------------------------------------------------------------
 
-    def end_attempt(self, running: Running, why: str, preset: Outcome | None = None) -> None:
-        """Make all ranks leave the attempt. ``preset``: the outcome, if it does not depend on the errors of the ranks."""
+    def end_attempt(
+        self, running: Running, why: str, preset: Outcome | None = None, *, is_at_save_point: bool = False
+    ) -> None:
+        """Make all ranks leave the attempt.
+
+        Args:
+            running: The attempt.
+            why: The reason, for the user.
+            preset: The outcome, if it does not depend on the errors of the ranks.
+            is_at_save_point: The ranks wait at a save point, from which they leave by themselves.
+        """
         self.state = Ending(running, preset)
         self.save_point.reset()
         self._emit(c.EndAttempt(running.attempt, tuple(sorted(running.active)), why))
         self._emit(c.SetTimer("gather", running.serial, GATHER_S))
-        self._emit(c.SetTimer("grace", running.serial, self._plan.failure.abort_grace_s))
+        self._start_grace(running, at_least_s=SAVE_POINT_GRACE_S if is_at_save_point else 0.0)
+
+    def _start_grace(self, running: Running, *, at_least_s: float = 0.0) -> None:
+        """Limit the time that living ranks take to leave the attempt."""
+        self._emit(c.SetTimer("grace", running.serial, max(self._plan.failure.abort_grace_s, at_least_s)))
+
+    def on_grace_over(self, running: Running) -> None:
+        """Kill the ranks that are still active, now or when the cause of the end is known."""
+        state = self.state
+        if isinstance(state, Ending) and not state.is_decided and state.preset is None:
+            state.is_grace_over = True  # a rank that is still active may be dead, and the cause
+        else:
+            self.kill_active(running)
+
+    def preset_outcome(self, outcome: Outcome) -> None:
+        """End the run with this outcome once all ranks have left, whatever their errors are."""
+        if isinstance(self.state, Ending):
+            self.state.preset = outcome
+
+    def ignore_death(self, rank: int) -> None:
+        """Do not count the death of a process that is about to be killed."""
+        if isinstance(self.state, Ending):
+            self.state.killed.add(rank)
 
     def add_error(self, rank: int, failed: Failed) -> None:
         """Record the error of a rank, unless the cause of the end is decided already."""
@@ -233,11 +304,11 @@ class RunLifecycle:
         self._emit(c.RecordEvent("failure", data | ({"raised": failure.raised} if failure.raised else {})))
         return why_over
 
-    def regroup(self, running: Running, why: str, cause: RegroupCause) -> None:
+    def regroup(self, running: Running, why: str, cause: RegroupCause, *, is_at_save_point: bool = False) -> None:
         """End the attempt, so that another group can form. This does not count as a failure."""
         self._emit(c.RecordEvent("regroup", {"attempt": running.attempt, "why": why, "cause": cause}))
         if isinstance(self.state, Running):
-            self.end_attempt(running, why)
+            self.end_attempt(running, why, is_at_save_point=is_at_save_point)
         assert isinstance(self.state, Ending)
         self.state.is_decided = True
 
@@ -273,7 +344,7 @@ class RunLifecycle:
 
     def pause_now(self, before: Preparing) -> None:
         """Release the workers until the run is resumed."""
-        self.pause.is_requested = False
+        self.pause.begin()
         self.state = Paused(before.attempt, before.serial)
         self._emit(c.ReleaseWorkers())
         self._emit(c.RecordEvent("paused", {"attempt": before.attempt}))
@@ -294,9 +365,18 @@ class RunLifecycle:
         """End the run with this outcome. Ranks may still have to leave the current attempt."""
         if isinstance(self.state, Ending):
             self._emit_attempt_end(self.state.running)
+            if (
+                self.state.is_decided
+            ):  # ranks that leave from a save point had more time than a user who ends the run waits
+                self._start_grace(self.state.running)
         self.state = Closing(outcome, running_of(self.state))
         if outcome.kind == "error":  # the user gets it at once; cleaning up follows
             self._publish(outcome)
+
+    def fail_success(self, outcome: Outcome) -> None:
+        """Replace the outcome of a run that is closing with a success, because something failed after training."""
+        if isinstance(self.state, Closing) and self.state.outcome.is_success:
+            self.state.outcome = outcome
 
     def _publish(self, outcome: Outcome) -> None:
         if not self._is_published:
@@ -334,4 +414,4 @@ class RunLifecycle:
         else:
             planned: RegroupCause = "resize" if self.save_point.why == GROWS else "pause"
             cause = "preemption" if self.preemption.why else planned
-            self.regroup(running, self.preemption.why or self.save_point.why or "", cause)
+            self.regroup(running, self.preemption.why or self.save_point.why or "", cause, is_at_save_point=True)

@@ -1,5 +1,6 @@
 """The state machine of a run: takes one input at a time and returns commands. Pure.
 
+`RunMachine` only finds the transition that an input leads to. The state is changed in `raysgd.controller.machine.lifecycle`.
 `raysgd.controller.states` has the table of states, `raysgd.controller.commands` the inputs and commands;
 `raysgd.controller.run.executor` executes the commands. Timers are commands, and the clock is an argument.
 """
@@ -53,9 +54,7 @@ class RunMachine:
         self._growth = self._lifecycle.growth
         self._preemption = self._lifecycle.preemption
         self._pause = self._lifecycle.pause
-        self._abort_grace_s = plan.failure.abort_grace_s
         self._grows_without_save = plan.grows_without_save
-        self._has_warned_unsynchronized = False
         self._ignores_write_errors = plan.checkpoint.on_write_error == "warn"
 
     @property
@@ -64,7 +63,7 @@ class RunMachine:
 
     @property
     def is_pause_requested(self) -> bool:
-        """Whether a pause was requested and has not begun yet."""
+        """Whether a pause was requested that is still to begin."""
         return self._pause.is_requested
 
     def status(self) -> dict[str, Any]:
@@ -156,10 +155,13 @@ class RunMachine:
             case e.AtSavePoint():
                 self._save_point.on_reached(rank, self.checkpoints.number_of(event.call))
             case e.Returned():
-                self._preemption.saw_stop |= event.saw_stop
-                self._on_left(running, rank, has_returned=True)
+                self._preemption.on_returned(saw_stop=event.saw_stop)
+                if isinstance(self.state, Running):
+                    self._lifecycle.on_returned(running, rank)
+                    self._end_if_misused(running, self.checkpoints.on_returned(rank))
             case e.Ended():
-                self._on_left(running, rank, has_returned=False)
+                if isinstance(self.state, Running):
+                    self._lifecycle.on_stopped(running, rank)
             case e.Failed():
                 self._on_failed(running, rank, event)
             case e.StopRequested():
@@ -171,39 +173,18 @@ class RunMachine:
             case e.Warned():
                 self._emit(c.RecordEvent("warning", {"rank": rank, "message": event.message}))
             case e.Unsynchronized():
-                self._on_unsynchronized(running, rank, event.message)
+                self._lifecycle.on_unsynchronized(running, rank, event.message)
             case e.Entered():
-                running.is_entered = True
+                self._lifecycle.on_entered(running)
                 data = {"rank": rank, "attempt": running.attempt, "timestamp": event.timestamp}
                 self._emit(c.RecordEvent("entered", data | _describe_output(event.output)))
             case e.Left():
                 data = {"rank": rank, "attempt": running.attempt}
                 self._emit(c.RecordEvent("left", data | _describe_output(event.output)))
 
-    def _on_unsynchronized(self, running: Running, rank: int, message: str) -> None:
-        """Warn once in a run, when all ranks train a model of their own: where some do not, others may train on purpose."""
-        running.unsynchronized.add(rank)
-        if not self._has_warned_unsynchronized and len(running.unsynchronized) == len(running.nodes):
-            self._has_warned_unsynchronized = True
-            self._emit(c.warning(message))
-
-    def _on_left(self, running: Running, rank: int, *, has_returned: bool) -> None:
-        if not isinstance(self.state, Running):
-            return
-        self._emit(c.EmitFrame(frames.RANK_DONE, running.attempt, rank))
-        if has_returned:
-            self._save_point.cancel()  # otherwise this rank would repeat all that it did after the save point
-            self._end_if_misused(running, self.checkpoints.on_returned(rank))
-            return
-        running.stopped.add(rank)
-        if len(running.stopped) == 1:  # the others may wait for it in a collective
-            ranks = tuple(sorted(running.active))
-            self._emit(c.EndAttempt(running.attempt, ranks, "the run was asked to stop"))
-            self._emit(c.SetTimer("grace", running.serial, self._abort_grace_s))
-
     def _on_failed(self, running: Running, rank: int, failed: e.Failed) -> None:
         if self._lifecycle.is_stopping and failed.in_collective and isinstance(self.state, Running):
-            self._on_left(running, rank, has_returned=False)
+            self._lifecycle.on_stopped(running, rank)
             return
         if isinstance(self.state, Running):
             self._lifecycle.end_attempt(running, f"rank {rank} failed")
@@ -220,7 +201,7 @@ class RunMachine:
         running = self._lifecycle.attempt_if_current(given.attempt)
         if running is None:
             return
-        running.active.discard(given.rank)
+        self._lifecycle.on_stream_ended(running, given.rank)
         if given.death is not None:
             self._on_death(running, given.rank, given.death)
         if running.active:
@@ -247,8 +228,7 @@ class RunMachine:
         self._emit(_states_event("hang", {"rank": given.rank, "kind": given.kind, "why": given.why}, given))
         if given.rank in running.active:
             self._on_death(running, given.rank, given.why, is_hang=True)
-            if isinstance(self.state, Ending):
-                self.state.killed.add(given.rank)
+            self._lifecycle.ignore_death(given.rank)
         self._emit(c.KillWorkers((given.rank,), is_lost=given.kind == "lost"))
 
     def _on_mismatch(self, given: c.CollectivesMismatched) -> None:
@@ -294,8 +274,8 @@ class RunMachine:
         outcome = Outcome("error", error_type="StorageError", message=message)
         if isinstance(self.state, Running):
             self._lifecycle.end_attempt(self.state, message, outcome)
-        elif isinstance(self.state, Closing) and self.state.outcome.is_success:
-            self.state.outcome = outcome
+        else:
+            self._lifecycle.fail_success(outcome)
 
     # -- timers and users' requests -----------------------------------------------------------------------------------
 
@@ -315,10 +295,7 @@ class RunMachine:
         elif timer == "save_point":
             self._save_point.on_timeout()
         elif timer == "grace":
-            if isinstance(state, Ending) and is_undecided and state.preset is None:
-                state.is_grace_over = True  # a rank that is still active may be dead, and the cause
-            else:
-                self._lifecycle.kill_active(running)
+            self._lifecycle.on_grace_over(running)
         elif timer in ("gather", "explain") and is_undecided:
             self._lifecycle.decide_after_attempt(is_complete=timer == "explain")
 
@@ -345,25 +322,21 @@ class RunMachine:
             self._lifecycle.end_attempt(state, given.why, outcome)
         elif isinstance(state, Running) and not self._lifecycle.is_stopping:
             self._save_point.cancel()
-            self._record_stop(given.why)
+            self._lifecycle.record_stop(given.why)
             self._emit(c.RequestStop(state.attempt))
         elif isinstance(state, Ending) and state.is_decided:
             self._lifecycle.close(outcome)  # instead of the next attempt
         elif isinstance(state, Ending) and state.preset is None:
             if given.cancel:
-                state.preset = outcome  # an error that is about to arrive no longer matters
+                self._lifecycle.preset_outcome(outcome)  # an error that is about to arrive no longer matters
             elif not self._lifecycle.is_stopping:
-                self._record_stop(given.why)  # no further attempt; an exception that is about to arrive is still raised
-
-    def _record_stop(self, why: str) -> None:
-        self._lifecycle.stop_reason = why
-        self._emit(c.RecordEvent("stop", {"why": why}))
+                self._lifecycle.record_stop(given.why)  # no further attempt; an exception on its way is still raised
 
     def _on_pause_requested(self) -> None:
         if isinstance(self.state, Preparing) and not self.checkpoints.has_unstored:
             self._lifecycle.pause_now(self.state)
         elif isinstance(self.state, Preparing):  # a checkpoint in memory alone is written once the workers are ready
-            self._pause.is_requested = True
+            self._pause.request(None)
         elif isinstance(self.state, (Running, Ending)):  # if the attempt cannot be left, the run ends with it
             self._pause.request(self._lifecycle.undisturbed_attempt())
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from raysgd.controller import commands as c
 from raysgd.controller.policies.failure import Failure
+from raysgd.controller.policies.scaling import ScalingPolicy
 from raysgd.controller.states import Running
 
 Emit = Callable[[c.Command], None]
@@ -21,14 +22,6 @@ RegroupCause = Literal["resize", "preemption", "pause", "checkpoint"]
 REACH_S = 2.0
 #: Seconds until ranks agree on another save point, after one whose checkpoint could not be written.
 AGAIN_S = 1.0
-#: Seconds in which joining workers that become ready one after another are taken in together.
-SETTLE_S = 1.0
-#: Seconds between two growths, at least. Each growth costs a new attempt from the newest checkpoint.
-MIN_PAUSE_S = 10.0
-MAX_PAUSE_S = 300.0
-#: A worker lost this soon after a growth doubles the time until the next growth. Otherwise machines that come and go would
-#: make the group resize all the time. It counts once for each growth, because a node takes all its workers with it.
-FLAP_S = 60.0
 #: Seconds of a node's remaining time that are kept for leaving the attempt and for writing what was saved.
 LEAVE_S = 5.0
 
@@ -120,43 +113,6 @@ class SavePoint:
             self._emit(c.SetTimer("grow", self._serial, AGAIN_S))
         elif self._is_committed():
             self._emit(c.SetTimer("save_point", self._serial, REACH_S))
-
-
-class ScalingPolicy:
-    """Decides when an elastic group grows. Times are seconds of one clock."""
-
-    def __init__(self) -> None:
-        self._pause_s = MIN_PAUSE_S
-        self._grown_at: float | None = None
-        self._ready_at: float | None = None
-        self._has_lost = False
-
-    def on_worker_ready(self, now: float) -> None:
-        """A joining worker is ready."""
-        self._ready_at = now
-
-    def on_grown(self, now: float) -> None:
-        """The group has taken in the joining workers."""
-        if self._grown_at is not None and now - self._grown_at > self._pause_s + FLAP_S:
-            self._pause_s = MIN_PAUSE_S  # the last growth lasted
-        self._grown_at, self._ready_at, self._has_lost = now, None, False
-
-    def on_taken_in(self) -> None:
-        """The joining workers came in without a growth: they replaced others, or the run has just begun."""
-        self._ready_at = None
-
-    def on_worker_lost(self, now: float) -> None:
-        """The group has lost a worker."""
-        if self._grown_at is not None and now - self._grown_at <= FLAP_S and not self._has_lost:
-            self._has_lost = True
-            self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
-
-    def grow_at(self) -> float | None:
-        """Return when the group may grow next; None while no worker waits to join."""
-        if self._ready_at is None:
-            return None
-        settled = self._ready_at + SETTLE_S
-        return settled if self._grown_at is None else max(settled, self._grown_at + self._pause_s)
 
 
 class Growth:
@@ -266,6 +222,10 @@ class Preemption:
         delay_s = self._grace_s if within_s is None else max(0.0, within_s - LEAVE_S)
         self._emit(c.SetTimer("preemption", running.serial, delay_s))
 
+    def on_returned(self, *, saw_stop: bool) -> None:
+        """A rank returned from train_func. ``saw_stop``: it had found ``should_stop()`` true."""
+        self.saw_stop |= saw_stop
+
     def explains(self, ranks: Collection[int]) -> bool:
         """Return whether all of these ranks are preempted."""
         return bool(ranks) and self._ranks.issuperset(ranks)
@@ -302,9 +262,13 @@ class Pause:
         return _PAUSE_REASON if self.is_requested else None
 
     def request(self, running: Running | None) -> None:
-        """Pause after the next save. ``running``: the attempt, if it can be left."""
+        """Pause after the next save. ``running``: the attempt, if it can be left; None: pause before the next one."""
         self.is_requested = True
         self._save_point.request(running, _PAUSE_REASON)
+
+    def begin(self) -> None:
+        """The run pauses now."""
+        self.is_requested = False
 
     def withdraw(self, running: Running | None) -> None:
         """Do not pause: ranks that wait only for the pause resume. ``running``: the attempt, if it can be left."""

@@ -117,12 +117,13 @@ def _choose(config: EngineConfig, given: frozenset[str], composed: Composed, mem
     )
     identity = context.current().identity
     rows = model.num_rows * config.accumulation_steps * identity.data_parallel_size
+    hardware = Hardware()
     planner = Planner(
         model,
         lambda parameters: _copy_of_optimizer(optimizer, parameters),
         workers=Workers(identity.world_size, rows, identity.workers_per_replica),
         limit_bytes=memory * (1 - _MARGIN),
-        hardware=Hardware(),
+        hardware=hardware,
         support=EngineSupport(
             model.model,
             has_own_plan=composed.tensor_plan is not None,
@@ -153,6 +154,7 @@ def _choose(config: EngineConfig, given: frozenset[str], composed: Composed, mem
         memory_per_device=memory,
         margin=_MARGIN,
         fixed=fixed,
+        hardware=hardware,
     )
 
 

@@ -41,6 +41,7 @@ class Plan:
         memory_per_device: Bytes of a device.
         margin: The part of it that is kept free.
         fixed: The fields that were not varied.
+        hardware: The speeds from which the times were estimated.
     """
 
     chosen: Candidate
@@ -51,6 +52,12 @@ class Plan:
     memory_per_device: float
     margin: float
     fixed: Mapping[str, Any]
+    hardware: Hardware
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the times are those of given devices; the defaults of `Hardware` are not measured."""
+        return self.hardware != Hardware()
 
     @property
     def config(self) -> EngineConfig:
@@ -66,9 +73,12 @@ class Plan:
     def reason(self) -> str:
         """Why this strategy was chosen, and what kept simpler ones from it."""
         fitting = [one for one in self.candidates if one.is_fitting]
+        assumed = (
+            "" if self.is_calibrated else " (not calibrated: times assume the speeds of a current data-center GPU)"
+        )
         lines = [
             f"Chosen: {self.chosen.describe()}. {len(fitting)} of {len(self.candidates)} strategies fit into "
-            f"{in_gb(self.chosen.limit_bytes)} GB; a step takes an estimated {_seconds(self.chosen)}."
+            f"{in_gb(self.chosen.limit_bytes)} GB; a step takes an estimated {_seconds(self.chosen)}{assumed}."
         ]
         for one in _find_simpler(self.candidates, self.chosen):
             if not one.is_fitting:
@@ -145,7 +155,8 @@ def plan(
             of the output's first tensor stands for it.
         optimizer_fn: Makes the optimizer of a list of parameters; its state is counted after one step.
         device: Where the training will run: attention and dropout keep less on a GPU.
-        hardware: Speeds of devices and connections, for the estimate of time.
+        hardware: Speeds of devices and connections, for the estimate of time. None: those of a current data-center GPU; the
+            plan then says that its times are not calibrated.
         margin: Part of the memory that is kept free, for the CUDA context and fragmentation.
         tensor_plan: Your own plan for ``tensor_parallel``, as ``Engine.compose`` takes it. Without one, tensor parallelism is
             considered for models that the engine knows.
@@ -195,6 +206,7 @@ def plan(
         memory_per_device=memory_per_device,
         margin=margin,
         fixed=dict(fixed),
+        hardware=hardware,
     )
 
 
@@ -237,9 +249,12 @@ def predict_memory(
     )
     profile = profile_model(model, optimizer_fn, [model.num_rows])
     support = EngineSupport(model.model, has_own_plan=tensor_plan is not None)
-    if obstacle := support.find_obstacle(config):
+    sharding_obstacle = profile.tensor_parallel_obstacle if config.tensor_parallel > 1 else None
+    if obstacle := support.find_obstacle(config) or sharding_obstacle:
         raise ConfigError(obstacle)
     profile = replace(profile, stage_blocks=support.stage_blocks)
+    if config.fused_optimizer is None:
+        config = replace(config, **choose_fused_step({}, optimizer_fn, device))
     return estimate_memory(profile, config, data_parallel=data_parallel, num_rows=model.num_rows)
 
 

@@ -179,12 +179,8 @@ def profile_model(model: TracedModel, optimizer_fn: OptimizerFn, rows: list[int]
     """Trace a model for sizes of a micro-batch, and describe its parameters."""
     steps = {count: model.trace(count) for count in rows}
     first = next(iter(steps.values()))
-    obstacle = None
-    if not any(kind != "vocabulary" for kind, _ in model.layout.kinds.values()):
-        obstacle = "no layers were found that ranks can share"
-    elif model.layout.unknown:
-        obstacle = f"it is not known how ranks share {model.layout.unknown[0]}"
-    elif first.leaking_block is not None:
+    obstacle = model.layout.obstacle
+    if model.layout.has_own_plan and first.leaking_block is not None:
         obstacle = f"the layers of {first.leaking_block} are not pairs of column- and row-parallel layers"
     segments: dict[int, tuple[Segment, ...]] = {count: step.segments for count, step in steps.items()}
     return ModelProfile(
@@ -201,13 +197,13 @@ def profile_model(model: TracedModel, optimizer_fn: OptimizerFn, rows: list[int]
 def choose_fused_step(fixed: Mapping[str, Any], optimizer_fn: Any, device: str) -> dict[str, Any]:
     """Choose a fused step where torch has one: it needs no temporary tensors of the size of the parameters.
 
-    On a CPU, torch's optimizers work parameter by parameter, so that there is nothing to save.
+    The engine chooses so too. On a CPU, torch's optimizers work parameter by parameter, so that there is nothing to save.
     """
     base = getattr(optimizer_fn, "func", optimizer_fn)
     is_fusible = base in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-    if "fused_optimizer" in fixed or not (is_fusible or device == "cpu"):
+    if "fused_optimizer" in fixed or device == "cpu" or not is_fusible:
         return dict(fixed)
-    return {**fixed, "fused_optimizer": is_fusible and device == "cuda"}
+    return {**fixed, "fused_optimizer": True}
 
 
 def choose(candidates: tuple[Candidate, ...]) -> Candidate:

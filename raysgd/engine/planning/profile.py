@@ -81,12 +81,16 @@ class ParameterInfo:
         if self.tensor_dim is not None:
             shape[self.tensor_dim] = _ceil(shape[self.tensor_dim], tensor_parallel)
         if shape:
-            dim = 1 if tensor_parallel > 1 and self.tensor_dim == 0 and len(shape) > 1 else 0
+            dim = self.zero_dim(tensor_parallel)
             shape[dim] = _ceil(shape[dim], shards)
         count = 1
         for size in shape:
             count *= size
         return count
+
+    def zero_dim(self, tensor_parallel: int) -> int:
+        """Return the dimension that ZeRO shards; see `num_elements`."""
+        return 1 if tensor_parallel > 1 and self.tensor_dim == 0 and len(self.shape) > 1 else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +105,11 @@ class Segment:
         retained: What stays in memory between its forward and its backward pass.
         output: What its forward pass leaves with activation checkpointing: the output, which is the next block's input.
         weight_copies: The part of `retained` that is parameters in another type, as autocast makes them.
-        selected: Outputs of matrix products and attention, which selective checkpointing keeps.
-        selected_retained: The part of `selected` that is retained without checkpointing too.
         forward_peaks: Highest states of memory of the forward pass, relative to its start.
         carried: What is in memory when its backward pass starts in addition to what was there when its forward pass ended:
             the gradient of its output, and what the caller still holds, such as logits.
         backward_peaks: Highest states of memory of the backward pass, relative to its start.
         forward_flops: FLOPs of its forward pass.
-        selected_flops: FLOPs of the forward pass that selective checkpointing does not repeat.
         backward_flops: FLOPs of its backward pass.
         forward_kernels: Operations of the forward pass that compute something.
         backward_kernels: The same of the backward pass.
@@ -120,13 +121,10 @@ class Segment:
     retained: Amount = _NOTHING
     output: Amount = _NOTHING
     weight_copies: Amount = _NOTHING
-    selected: Amount = _NOTHING
-    selected_retained: Amount = _NOTHING
     forward_peaks: tuple[Amount, ...] = (_NOTHING,)
     carried: Amount = _NOTHING
     backward_peaks: tuple[Amount, ...] = (_NOTHING,)
     forward_flops: Amount = _NOTHING
-    selected_flops: Amount = _NOTHING
     backward_flops: Amount = _NOTHING
     forward_kernels: int = 0
     backward_kernels: int = 0
@@ -145,7 +143,7 @@ class ModelProfile:
         stacks: The name of each stack of blocks, and how many it has.
         stage_blocks: The blocks of each pipeline stage, by the number of stages; contiguous and equal parts if not given.
         head_counts: Numbers of attention heads, which ``tensor_parallel`` must divide.
-        tensor_parallel_obstacle: Why layers cannot be shared by ranks; None if they can.
+        tensor_parallel_obstacle: Why layers cannot be sharded; None if they can.
         steps: The segments of a step by rows of the micro-batch.
         cache: Sums that several strategies share, by what they depend on; see `cached`.
     """

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_count
 from raysgd.engine.config import EngineConfig
-from raysgd.engine.planning.memory import segments_of_stage, sum_states
+from raysgd.engine.planning.memory import find_recomputed, segments_of_stage, sum_states
 from raysgd.engine.planning.profile import Amount, ModelProfile, Segment
 
 
@@ -132,20 +132,18 @@ def _time_stages(
 
 def _time_passes(segments: tuple[Segment, ...], config: EngineConfig, hardware: Hardware) -> _Passes:
     forward_s = backward_s = recompute_s = tensor_s = 0.0
-    tensor_parallel, checkpointing = config.tensor_parallel, config.activation_checkpointing
+    tensor_parallel = config.tensor_parallel
 
     def seconds(flops: Amount, kernels: int) -> float:
         return max(flops.per_rank(tensor_parallel) / hardware.flops_per_s, kernels * hardware.kernel_s)
 
-    for one in segments:
+    for one, is_recomputed in zip(segments, find_recomputed(segments, config), strict=True):
         forward_s += seconds(one.forward_flops, one.forward_kernels)
         backward_s += seconds(one.backward_flops, one.backward_kernels)
         reduced = one.forward_reduced_bytes + one.backward_reduced_bytes
-        if one.block is not None and checkpointing is not None:
-            is_full = checkpointing == "full"
-            flops = one.forward_flops if is_full else one.forward_flops.minus(one.selected_flops)
-            recompute_s += seconds(flops, one.forward_kernels)
-            reduced += one.forward_reduced_bytes if is_full else 0
+        if is_recomputed:
+            recompute_s += seconds(one.forward_flops, one.forward_kernels)
+            reduced += one.forward_reduced_bytes
         if tensor_parallel > 1 and reduced:
             tensor_s += _all_reduce(reduced, tensor_parallel, hardware, tensor_parallel) + 4 * hardware.latency_s
     return _Passes(forward_s, backward_s, recompute_s, tensor_s)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from raysgd.engine.config import Precision
-from raysgd.engine.planning.layout import Layout, find_layout, read_own_plan
+from raysgd.engine.planning.layout import Layout, find_layout
 from raysgd.engine.planning.profile import ParameterInfo, Segment
 from raysgd.engine.planning.tracker import SegmentTrace, StepTracker, key_of
 from raysgd.errors import ConfigError
@@ -59,8 +59,8 @@ class TracedModel:
         loss_fn: Computes the loss of a model and a batch. None: the output's loss, or the sum of its first tensor.
         precision: As in `EngineConfig`.
         device: Where the step will run. Attention and dropout keep other tensors on a GPU than on a CPU.
-        tensor_plan: The user's plan of tensor parallelism. Only a dict of torch's styles says how layers are shared; with None
-            or a function, the names of the layers do.
+        tensor_plan: The user's plan of tensor parallelism. With None or a function, the engine's own plan says how layers are
+            sharded.
 
     Raises:
         ConfigError: The model cannot be built on the meta device or has no parameters to train, or the batch has no rows.
@@ -84,9 +84,7 @@ class TracedModel:
         with self._mode:
             _replace_by_fakes(model, dtype)
         self.model = model.train()
-        self.layout: Layout = find_layout(model)
-        if isinstance(tensor_plan, Mapping):
-            self.layout = read_own_plan(model, self.layout, tensor_plan)
+        self.layout: Layout = find_layout(model, tensor_plan)
         if next(model.parameters(), None) is None:
             raise ConfigError("The model has no parameters, so there is nothing to plan.")
         if not any(one.requires_grad for one in model.parameters()):
@@ -261,7 +259,7 @@ class _Recorder:
         self.leaking_block: str | None = None
         self._segments = [tracker.segment]
         self._layout = layout
-        self._last = {id(stack[-1][1]) for stack in layout.stacks.values()}
+        self._last = {id(list(stack.values())[-1]) for stack in layout.stacks.values()}
         # By what a block is built like and called with: its segments so far, and what it returned.
         self._occurrences: dict[Any, list[SegmentTrace]] = {}
         self._returned: dict[Any, Any] = {}
@@ -444,7 +442,7 @@ _FP32_ON_CUDA = {
     getattr(owner, name)
     for owner in (torch, torch.Tensor, nn.functional)
     for name in (
-        "layer_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss", "l1_loss",
+        "layer_norm", "group_norm", "softmax", "log_softmax", "nll_loss", "mse_loss", "l1_loss",
         "smooth_l1_loss", "cosine_similarity", "pow", "rsqrt", "exp", "log", "norm", "cumsum", "prod", "softplus",
     )
     if hasattr(owner, name)
@@ -461,7 +459,8 @@ class _AsOnCuda(TorchFunctionMode):
     Attention keeps queries, keys, values, outputs and one number for each row of scores, with dropout too (Dao et al.,
     FlashAttention, 2022; torch's memory-efficient kernel does the same in fp32). Dropout keeps a mask of one byte for each
     element. Autocast computes norms, softmax and losses in fp32 on CUDA ("CUDA Ops that can autocast to float32" in torch's
-    documentation of ``torch.amp``).
+    documentation of ``torch.amp``), but the log-softmax of a cross-entropy in the type of the logits: ATen's LossNLL.cpp names
+    that type, which autocast then leaves as it is.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -470,6 +469,8 @@ class _AsOnCuda(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if func in (nn.functional.dropout, torch.dropout):
             return self._drop(*args, **kwargs)
+        if func is nn.functional.cross_entropy and torch.is_autocast_enabled("cpu"):
+            return self._compute_cross_entropy(*args, **kwargs)
         if func in _FP32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             args, kwargs = _to_fp32(args), _to_fp32(kwargs)
         return func(*args, **kwargs)
@@ -490,6 +491,25 @@ class _AsOnCuda(TorchFunctionMode):
         return nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
+
+    @staticmethod
+    def _compute_cross_entropy(
+        input: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            if target.is_floating_point() or label_smoothing:
+                return nn.functional.cross_entropy(
+                    input, target, weight, None, ignore_index, None, reduction, label_smoothing
+                )
+            logs = torch.log_softmax(input, min(1, input.dim() - 1))
+            return nn.functional.nll_loss(logs.float(), target, weight, None, ignore_index, None, reduction)
 
     @staticmethod
     def _drop(

@@ -25,14 +25,6 @@ _MATMULS = {_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm}
 _WEIGHT_PRODUCTS = _MATMULS | {_ATEN.embedding, _ATEN.convolution}
 _WEIGHT_GRADIENTS = {_ATEN.mm, _ATEN.bmm, _ATEN.embedding_dense_backward, _ATEN.add, _ATEN.t, _ATEN.clone}
 _ATTENTION_ON_CPU = _ATEN._scaled_dot_product_flash_attention_for_cpu
-#: Operations whose outputs selective checkpointing keeps: matrix products and attention.
-SELECTED = _MATMULS | {
-    _ATTENTION_ON_CPU,
-    _ATEN._scaled_dot_product_flash_attention,
-    _ATEN._scaled_dot_product_efficient_attention,
-    _ATEN._scaled_dot_product_cudnn_attention,
-    _ATEN.convolution,
-}
 
 
 class SegmentTrace:
@@ -44,13 +36,10 @@ class SegmentTrace:
         self.first_serial = 0
         self.start = self.end = self.resumed = self.output = Amount()
         self.outputs: list[int] = []
-        self.selected: list[int] = []
-        self.selected_bytes = self.selected_retained = Amount()
         self.copies: list[int] = []
         self.weight_copies = Amount()
         self.states: tuple[list[Amount], list[Amount]] = ([], [])
         self.flops = [Amount(), Amount()]
-        self.selected_flops = Amount()
         self.kernels = [0, 0]
         self.reduced = [0, 0]
 
@@ -61,13 +50,10 @@ class SegmentTrace:
             retained=self.end.minus(self.start),
             output=self.output,
             weight_copies=self.weight_copies,
-            selected=self.selected_bytes,
-            selected_retained=self.selected_retained,
             forward_peaks=find_highest([state.minus(self.start) for state in self.states[0]]),
             carried=self.resumed.minus(self.end),
             backward_peaks=find_highest([state.minus(self.resumed) for state in self.states[1]]),
             forward_flops=self.flops[0],
-            selected_flops=self.selected_flops,
             backward_flops=self.flops[1],
             forward_kernels=self.kernels[0],
             backward_kernels=self.kernels[1],
@@ -195,8 +181,6 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             segment.end = live
             segment.output = _total(self._parts[one] for one in segment.outputs if one in alive and one in self._inputs)
             segment.weight_copies = _total(self._parts[one] for one in segment.copies if one in alive)
-            segment.selected_bytes = _total(self._parts[one] for one in segment.selected)
-            segment.selected_retained = _total(self._parts[one] for one in segment.selected if one in alive)
 
     def _mark(self, kind: str, segment: SegmentTrace) -> None:
         self._marks.append((len(self._log), kind, segment))
@@ -210,7 +194,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             op = func.overloadpacket
             self._count(op, [key_of(tensor) for tensor in _tensors((args, kwargs))], results)
             if flops := _flops_of(op, args, kwargs, out):
-                self._add_flops(op, flops)
+                self._add_flops(flops)
         return out
 
     def _count(self, op: Any, keys: list[int], results: list[torch.Tensor]) -> None:
@@ -225,20 +209,16 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             serial = self._add(tensor, Amount(sharded=size) if is_sharded else Amount(whole=size))
             if is_reduced:
                 segment.reduced[phase] += size
-            if op in SELECTED and not self.in_backward:
-                segment.selected.append(serial)
             if is_copy:
                 segment.copies.append(serial)
             if self.in_backward and op in _WEIGHT_GRADIENTS and self._is_shared_weight(tensor):
                 self._gradients.add(serial)
         segment.kernels[phase] += bool(made)
 
-    def _add_flops(self, op: Any, flops: float) -> None:
+    def _add_flops(self, flops: float) -> None:
         phase, segment = int(self.in_backward), self.segment
         amount = Amount(sharded=flops) if self._last_op_is_divided else Amount(whole=flops)
         segment.flops[phase] = segment.flops[phase].plus(amount)
-        if op in SELECTED and not self.in_backward:
-            segment.selected_flops = segment.selected_flops.plus(amount)
 
     def _find_sharding(self, op: Any, keys: list[int], results: list[torch.Tensor]) -> tuple[bool, bool]:
         """Whether the results are sharded, and whether ranks add them up."""
@@ -246,7 +226,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_sharded = any(self._part(key).sharded for key in keys)
         self._last_op_is_divided = is_sharded or bool(kinds)
         if kinds and op in _MATMULS:
-            if "vocabulary" in kinds:
+            if "whole" in kinds:
                 return False, False
             if not self.in_backward:
                 self.is_mismatched = self.is_mismatched or ("column" in kinds) == is_sharded
@@ -257,7 +237,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in results:
                 if (key := key_of(tensor)) not in self._known:
                     self._kinds[key] = kinds[0]
-            return kinds[0] != "vocabulary", False
+            return kinds[0] != "whole", False
         return is_sharded, False
 
     def _note_gathered(self, keys: list[int]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
@@ -23,7 +24,7 @@ OwnPlan = Mapping[str, ParallelStyle] | Callable[[nn.Module, "DeviceMesh"], obje
 
 
 def apply_tensor_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan | OwnPlan) -> nn.Module:
-    """Share a model's layers among the ranks of a mesh; every rank calls it.
+    """Shard a model's layers over the ranks of a mesh; every rank calls it.
 
     All parameters become DTensors on the mesh, with the values of the mesh's first rank; buffers get that rank's values too.
     The names of parameters stay. An optimizer is made afterwards. `torch.distributed.fsdp.fully_shard` over a data-parallel
@@ -33,14 +34,15 @@ def apply_tensor_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan | Own
         model: The model, which is changed in place.
         mesh: The tensor-parallel axis, ``mesh["tp"]``.
         plan: A plan of `make_tensor_plan`; or a user's: a dict of module paths (``*`` matches one name) and torch
-            ParallelStyles, or a function that is called with the model and the mesh. Layers that a user's plan leaves out are
-            replicated.
+            ParallelStyles, or a function that is called with the model and the mesh, and changes the model in place. Layers that
+            a user's plan leaves out are replicated.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: The plan is for another number of ranks, or gives tied parameters two placements.
+        ConfigError: The plan is for another number of ranks, gives tied parameters two placements, or is a function that does
+            something else than to shard the model.
     """
     if mesh.ndim != 1:
         raise ConfigError(
@@ -72,7 +74,7 @@ def _apply_users(model: nn.Module, mesh: DeviceMesh, plan: OwnPlan) -> None:
     context = TensorContext()
     context.bind(mesh)
     if callable(plan):
-        plan(model, mesh)
+        _call_function(plan, model, mesh)
     else:
         parallelize_module(model, mesh, dict(plan))
     _tie_again(ties)
@@ -81,6 +83,29 @@ def _apply_users(model: nn.Module, mesh: DeviceMesh, plan: OwnPlan) -> None:
         if own and not any(isinstance(one, DTensor) for one in own):
             parallelize_module(module, mesh, Whole(context, path))
     context.forget_ties()
+
+
+def _call_function(plan: Callable[[nn.Module, DeviceMesh], object], model: nn.Module, mesh: DeviceMesh) -> None:
+    """Call a user's function, which is that of Lightning Fabric's ``ModelParallelStrategy`` but for the mesh."""
+    try:
+        returned = plan(model, mesh)
+    except KeyError as problem:
+        if "mesh_dim_name" not in str(problem):
+            raise
+        raise ConfigError(
+            f"The function that is given as tensor_plan asks its mesh for an axis that does not exist: {problem.args[0]} It gets "
+            "the tensor-parallel axis alone: give the mesh itself to parallelize_module, and leave data parallelism to the "
+            "engine."
+        ) from problem
+    if returned is not None and returned is not model:
+        raise ConfigError(
+            f"The function that is given as tensor_plan returned another module, a {type(returned).__name__}. Change the given "
+            "model in place, as parallelize_module does, and return it or nothing."
+        )
+    if isinstance(model, FSDPModule):
+        raise ConfigError(
+            "The function that is given as tensor_plan has applied fully_shard. Leave it out, and give zero_stage=3."
+        )
 
 
 def _ties(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:

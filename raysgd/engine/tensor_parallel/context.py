@@ -65,8 +65,7 @@ class TensorContext:
 
     def __init__(self) -> None:
         self._stack: SequenceStack | None = None
-        self._outer: Any = None
-        self._is_in_region = False
+        self._outer: Tensor | None = None
         self._tied: list[nn.Parameter] = []
         self._ties: dict[int, int] = {}
         self._distributed: dict[int, nn.Parameter] = {}
@@ -207,35 +206,28 @@ class TensorContext:
 
     @contextmanager
     def own_generator(self) -> Iterator[None]:
-        """Draw this rank's own random numbers."""
-        if self._is_in_region:
+        """Draw this rank's own random numbers, until the end or until the row layer of the region."""
+        if self._outer is not None:
             yield
             return
         generator = self._generator()
         seed = int(torch.randint(2**62, (), device="cpu"))
-        self._outer, self._is_in_region = generator.get_state(), True
+        self._outer = generator.get_state()
         generator.manual_seed((seed + self.rank * 0x9E3779B97F4A7C15) % 2**63)
         try:
             yield
         finally:
-            generator.set_state(self._outer)
-            self._outer, self._is_in_region = None, False
+            self._draw_alike()
 
-    @contextmanager
-    def shared_generator(self) -> Iterator[None]:
-        """Draw the numbers that all ranks draw, inside a region; under sequence parallelism there is no such place."""
-        if not self._is_in_region or self._is_on_parts:
-            yield
-            return
-        generator = self._generator()
-        inner = generator.get_state()
-        generator.set_state(self._outer)
-        self._is_in_region = False
-        try:
-            yield
-        finally:
-            self._outer, self._is_in_region = generator.get_state(), True
-            generator.set_state(inner)
+    def end_own_draws(self) -> None:
+        """Draw as all ranks do after a region's row layer, whose output all ranks have, unless it is a part of the sequence."""
+        if not self._is_on_parts:
+            self._draw_alike()
+
+    def _draw_alike(self) -> None:
+        if self._outer is not None:
+            self._generator().set_state(self._outer)
+            self._outer = None
 
     def _generator(self) -> torch.Generator:
         if self.mesh.device_type == "cuda":

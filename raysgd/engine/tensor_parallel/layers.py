@@ -7,7 +7,7 @@ computes with this rank's values.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from raysgd.engine.tensor_parallel.context import SequenceStack, TensorContext
+# At run time too: transformers evaluates the annotations of a subclass of its models.
+from raysgd.engine.tensor_parallel.context import SequenceStack, TensorContext
 
 
 def mix_in(module: nn.Module, mixin: type, context: TensorContext, **attributes: Any) -> None:
@@ -34,6 +34,15 @@ def mix_in(module: nn.Module, mixin: type, context: TensorContext, **attributes:
     module.__class__ = _subclass(mixin, of)
     for name, value in {"_tp": context, **attributes}.items():
         setattr(module, name, value)
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a module draws random numbers when it trains, as far as its attributes say."""
+    return any(
+        (isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0)
+        or any("drop" in name and isinstance(value, (int, float)) and value > 0 for name, value in vars(one).items())
+        for one in module.modules()
+    )
 
 
 @cache
@@ -58,24 +67,24 @@ class ColumnLinear(_Layer):
     """A linear layer of whose outputs each rank computes its part.
 
     Attributes:
-        _tp_is_entrance: Whether the input comes from outside of the region, not from a `Region` around the layer.
-        _tp_is_head: Whether the output is the whole model's, which all ranks need.
+        _tp_is_input: Whether the input comes from outside of the region, not from a `Region` around the layer.
+        _tp_is_gathered: Whether all ranks need the whole output.
         _tp_num_parts: The fused layers in this one, each of which is cut.
     """
 
     weight: Tensor
     bias: Tensor | None
-    _tp_is_entrance: bool
-    _tp_is_head: bool
+    _tp_is_input: bool
+    _tp_is_gathered: bool
     _tp_num_parts: int
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self._tp_is_head:
+        if self._tp_is_gathered:
             hidden = self._tp.copy(hidden)
-        elif self._tp_is_entrance:
+        elif self._tp_is_input:
             hidden = self._tp.enter(hidden)
         output = linear(self, hidden, self._tp.local(self.weight), self._own_bias())
-        return self._tp.concatenate(output, -1) if self._tp_is_head else output
+        return self._tp.concatenate(output, -1) if self._tp_is_gathered else output
 
     def _own_bias(self) -> Tensor | None:
         if self.bias is None or self._tp_num_parts == 1:
@@ -90,18 +99,19 @@ class RowLinear(_Layer):
     """A linear layer of whose inputs each rank has its part.
 
     Attributes:
-        _tp_is_head: Whether the input is one that all ranks have, and the output the whole model's.
+        _tp_is_split: Whether all ranks have the whole input.
     """
 
     weight: Tensor
     bias: Tensor | None
-    _tp_is_head: bool
+    _tp_is_split: bool
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self._tp_is_head:
+        if self._tp_is_split:
             hidden = self._tp.split(hidden, hidden.dim() - 1)
         partial = linear(self, hidden, self._tp.local(self.weight), None)
-        output = self._tp.sum(partial) if self._tp_is_head else self._tp.leave(partial)
+        output = self._tp.sum(partial) if self._tp_is_split else self._tp.leave(partial)
+        self._tp.end_own_draws()
         if self.bias is None:
             return output
         bias: Tensor = self._tp.replicated(self.bias)
@@ -115,11 +125,24 @@ def linear(layer: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None
     return functional.linear(hidden, weight.t(), bias)
 
 
-class VocabularyEmbedding(_Layer):
-    """An embedding of whose rows each rank has its part."""
+class _Embedding(_Layer):
+    """Base of the embeddings: ``nn.Embedding``, or a class that scales what this returns."""
 
     weight: Tensor
     padding_idx: int | None
+
+    def _embed(self, input: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        if self._tp_class is nn.Embedding:
+            return functional.embedding(input, weight, padding_idx)
+        whole, self.padding_idx = self.padding_idx, padding_idx
+        try:
+            return _call_with({self: {"weight": weight}}, super().forward, input)  # type: ignore[no-any-return]
+        finally:
+            self.padding_idx = whole
+
+
+class VocabularyEmbedding(_Embedding):
+    """An embedding of whose rows each rank has its part."""
 
     def forward(self, input: Tensor) -> Tensor:
         weight = self._tp.local(self.weight)
@@ -128,68 +151,89 @@ class VocabularyEmbedding(_Layer):
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < rows:
             padding = None
-        embedded = functional.embedding(torch.where(is_own, input - first, 0), weight, padding)
+        embedded = self._embed(torch.where(is_own, input - first, 0), weight, padding)
         return self._tp.sum(embedded.masked_fill(~is_own.unsqueeze(-1), 0))
 
 
-class FeatureEmbedding(_Layer):
+class FeatureEmbedding(_Embedding):
     """An embedding of whose columns each rank has its part.
 
     Attributes:
         _tp_is_inside: Whether the layer is inside of a region, so that the output is this rank's part too.
     """
 
-    weight: Tensor
-    padding_idx: int | None
     _tp_is_inside: bool
 
     def forward(self, input: Tensor) -> Tensor:
-        embedded = functional.embedding(input, self._tp.local(self.weight), self.padding_idx)
+        embedded = self._embed(input, self._tp.local(self.weight), self.padding_idx)
         return embedded if self._tp_is_inside else self._tp.concatenate(embedded, embedded.dim() - 1)
 
 
 class Replicated(_Layer):
-    """A layer that all ranks compute alike, or on their part of the sequence."""
+    """A layer that all ranks compute alike, or on their part of the sequence, or on their own heads.
+
+    Attributes:
+        _tp_is_inside: Whether the layer is inside of a region, so that the ranks' gradients are added up.
+    """
+
+    _tp_is_inside: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
             return super().forward(*args, **kwargs)
-        own = dict(self._parameters)
-        for name, parameter in own.items():
-            self._parameters[name] = self._tp.replicated(parameter)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            self._parameters.update(own)
+        # A layer with weights of its own may use those of its children too, without calling them.
+        layers = [self, *(one for one in self.children() if isinstance(one, Replicated))]
+        return _call_with({one: one._values() for one in layers}, super().forward, *args, **kwargs)
+
+    def _values(self) -> dict[str, Any]:
+        if self._tp_is_inside:
+            return {
+                name: self._tp.copy(self._tp.local(one)) for name, one in self._parameters.items() if one is not None
+            }
+        return {name: self._tp.replicated(one) for name, one in self._parameters.items()}
+
+
+def _call_with(
+    values: Mapping[nn.Module, dict[str, Any]], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a forward pass that finds these values in place of its modules' own parameters."""
+    own = {module: dict(module._parameters) for module in values}
+    for module, found in values.items():
+        module._parameters.update(found)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for module, parameters in own.items():
+            module._parameters.update(parameters)
 
 
 class Region(_Layer):
     """A layer whose heads or features the ranks share.
 
     Attributes:
-        _tp_entrances: The arguments that come from outside of the region: hidden states, and states of another stack,
-            which all ranks have.
+        _tp_inputs: The arguments that come from outside of the region: hidden states, and then those of another stack, which
+            all ranks have.
         _tp_weights: Where the outputs have the attention's weights; None if there are none.
-        _tp_draws: Whether a module draws random numbers when it trains.
+        _tp_draws: Whether the layer draws random numbers when it trains.
     """
 
-    _tp_entrances: tuple[str, str | None]
+    _tp_inputs: tuple[str, ...]
     _tp_weights: int | None
-    _tp_draws: Callable[[Any], bool]
+    _tp_draws: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden, other = self._tp_entrances
+        hidden, *others = self._tp_inputs
         args, kwargs = _with_argument(self, args, kwargs, hidden, self._tp.enter)
-        if other is not None:
+        for other in others:
             args, kwargs = _with_argument(self, args, kwargs, other, self._tp.copy)
         # Without `with` where nothing is drawn: torch.compile does not compile such a context manager.
-        if self.training and self._tp_draws(self):
+        if self.training and self._tp_draws:
             with self._tp.own_generator():
                 outputs = super().forward(*args, **kwargs)
         else:
             outputs = super().forward(*args, **kwargs)
         at = self._tp_weights
-        if at is None or outputs[at] is None:
+        if at is None or not isinstance(outputs, tuple) or outputs[at] is None:
             return outputs
         return (*outputs[:at], self._tp.concatenate(outputs[at], 1), *outputs[at + 1 :])
 
@@ -204,16 +248,6 @@ class RegionDropout(_Layer):
             return super().forward(input)  # type: ignore[no-any-return]
 
 
-class SharedDropout(_Layer):
-    """A dropout of a region's module after the region's end: all ranks have the same features."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training or getattr(self, "p", 0) == 0:
-            return super().forward(input)  # type: ignore[no-any-return]
-        with self._tp.shared_generator():
-            return super().forward(input)  # type: ignore[no-any-return]
-
-
 class SequenceBlock(_Layer):
     """A block of a stack that runs on parts of the sequence.
 
@@ -221,22 +255,27 @@ class SequenceBlock(_Layer):
         _tp_stack: The stack.
         _tp_is_first: Whether the block is the stack's first.
         _tp_is_last: Whether the block is the stack's last.
+        _tp_draws: Whether the block draws random numbers when it trains.
     """
 
     _tp_stack: SequenceStack
     _tp_is_first: bool
     _tp_is_last: bool
+    _tp_draws: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stack = self._tp_stack
         if self._tp_is_first:
-            name = _parameters_of(self._tp_class)[0]
             args, kwargs = _with_argument(
-                self, args, kwargs, name, lambda hidden: self._tp.open_sequence(hidden, stack, self.training)
+                self,
+                args,
+                kwargs,
+                _parameters_of(self._tp_class)[0],
+                lambda hidden: self._tp.open_sequence(hidden, stack, self.training),
             )
         outer = self._tp.set_stack(stack)
         try:
-            if self.training and stack.is_sharded and self._draws():
+            if self.training and stack.is_sharded and self._tp_draws:
                 with self._tp.own_generator():
                     outputs = super().forward(*args, **kwargs)
             else:
@@ -248,13 +287,6 @@ class SequenceBlock(_Layer):
         if isinstance(outputs, Tensor):
             return self._tp.close_sequence(outputs, stack)
         return (self._tp.close_sequence(outputs[0], stack), *outputs[1:])
-
-    def _draws(self) -> bool:
-        for one in self.modules():
-            draws = one.__dict__.get("_tp_draws")
-            if one.p > 0 if isinstance(one, nn.Dropout) else draws is not None and draws(one):
-                return True
-        return False
 
 
 @cache
@@ -268,7 +300,8 @@ def _with_argument(
     """Change one argument of a call, whether it was given by position or by name."""
     if isinstance(kwargs.get(name), Tensor):
         return args, {**kwargs, name: change(kwargs[name])}
-    at = _parameters_of(module._tp_class).index(name)
+    names = _parameters_of(module._tp_class)
+    at = names.index(name) if name in names else len(args)
     if at < len(args) and isinstance(args[at], Tensor):
         return (*args[:at], change(args[at]), *args[at + 1 :]), kwargs
     return args, kwargs

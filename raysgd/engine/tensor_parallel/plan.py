@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from raysgd.engine.tensor_parallel.styles import (
     Style,
     Whole,
 )
+from raysgd.engine.tensor_parallel.transformers_plans import check_sequence, planned_layers, planned_unit
 from raysgd.errors import ConfigError
 
 #: Names in one message; a model of 96 equal blocks has the same problem 96 times.
@@ -43,8 +45,8 @@ class TensorPlan:
     """A style for each layer that holds parameters or draws random numbers.
 
     Attributes:
-        size: The ranks that share each layer.
-        sequence_parallel: Whether they also share the activations between regions.
+        size: The ranks over which each layer is sharded.
+        sequence_parallel: Whether the activations between regions are sharded too.
         styles: The styles by the layers' paths.
         context: What the layers will share; a plan is applied once.
     """
@@ -62,13 +64,14 @@ class TensorPlan:
 def make_tensor_plan(model: nn.Module, size: int, sequence_parallel: bool = False) -> TensorPlan:
     """Make a plan from the structure of a model; the model may be on the meta device.
 
-    Known are GPT-2, LLaMA, BERT and T5 of transformers, and the layers ``nn.MultiheadAttention``,
-    ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer`` in any model.
+    Known are the models of transformers whose configuration has a ``base_model_tp_plan``, such as LLaMA, Qwen3 and Gemma 3,
+    further GPT-2, BERT and T5, and the layers ``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer`` and
+    ``nn.TransformerDecoderLayer`` in any model.
 
     Args:
         model: The model, with ordinary parameters.
-        size: The ranks that share each layer.
-        sequence_parallel: Whether they also share the activations between regions, along the sequence.
+        size: The ranks over which each layer is sharded.
+        sequence_parallel: Whether the activations between regions are sharded too, along the sequence.
 
     Raises:
         ConfigError: `size` does not divide heads or features, or the structure is not known; the message has the modules'
@@ -84,8 +87,10 @@ class _Planner:
         self.styles: dict[str, Style] = {}
         self.unsure: dict[str, str] = {}
         self.undivided: dict[str, str] = {}
-        self.unit_paths: list[str] = []
+        self.units: dict[str, list[Unit]] = {}
         self.modules = dict(model.named_modules())
+        #: The models that have a plan of transformers, by path.
+        self.planned: dict[str, nn.Module] = {}
 
     def plan(self) -> TensorPlan:
         for path, parameter in self.model.named_parameters():
@@ -94,7 +99,8 @@ class _Planner:
                     f"{path} is a DTensor already; a tensor plan is made for a model of ordinary parameters."
                 )
         for path, module in self.modules.items():
-            self._read_units(path, module)
+            self._read_units(path, lambda module=module: units_of(module))  # type: ignore[misc]
+            self._read_planned(path, module)
         self._plan_vocabulary()
         blocks = self._blocks()
         self._plan_blocks(blocks)
@@ -104,48 +110,47 @@ class _Planner:
 
     # Units
 
-    def _read_units(self, path: str, module: nn.Module) -> None:
+    def _read_units(self, path: str, read: Callable[[], Iterable[Unit]]) -> None:
         try:
-            for unit in units_of(module):
-                self.unit_paths.append(path)
+            for unit in read():
+                self.units.setdefault(path, []).append(unit)
                 self._plan_unit(path, unit)
         except UnsureError as problem:
             self.unsure[path] = str(problem)
+
+    def _read_planned(self, path: str, module: nn.Module) -> None:
+        for parent, styles in planned_layers(module).items():
+            self.planned[path] = module
+            of = module.get_submodule(parent)
+            self._read_units(_join(path, parent), lambda of=of, styles=styles: [planned_unit(module, of, styles)])  # type: ignore[misc]
 
     def _plan_unit(self, path: str, unit: Unit) -> None:
         for what, number in unit.counts.items():
             if number % self.size:
                 self.undivided[path] = f"{number} {what} ({number} % {self.size} = {number % self.size})"
                 return
-        context = self.context
-        for column in unit.columns:
-            at = _join(path, column.path)
-            self.styles[at] = Columns(context, at, column.num_parts, column.is_entrance)
-        for row in unit.rows:
-            at = _join(path, row)
-            self.styles[at] = Rows(context, at)
-        self._plan_dropouts(path, unit)
-        for at in (_join(path, one) for one in unit.head_embeddings):
-            self.styles[at] = EmbeddingColumns(context, at, is_inside=True)
+        context, at = self.context, partial(_join, path)
+        styles: list[Style] = [
+            Columns(context, at(one.path), one.num_parts, one.is_input, unit.is_whole) for one in unit.columns
+        ]
+        styles += [Rows(context, at(one), unit.is_whole) for one in unit.rows]
+        styles += [Whole(context, at(one), is_inside=True) for one in unit.summed]
+        styles += [EmbeddingColumns(context, at(one), is_inside=True) for one in unit.head_embeddings]
+        dropouts = [at(one) for one in unit.own_dropouts]
+        styles += [Dropout(context, one) for one in dropouts if isinstance(self.modules.get(one), nn.Dropout)]
         if unit.is_multihead:
-            self.styles[path] = MultiheadHeads(context, path)
+            styles.append(MultiheadHeads(context, path))
         if unit.region is not None:
-            at = _join(path, unit.region)
             local = {name: value // self.size for name, value in unit.local.items()}
-            self.styles[at] = Heads(context, at, unit.entrances, unit.weights, unit.draws, local)
-
-    def _plan_dropouts(self, path: str, unit: Unit) -> None:
-        for dropouts, is_shared in ((unit.own_dropouts, False), (unit.shared_dropouts, True)):
-            for at in (_join(path, one) for one in dropouts):
-                if isinstance(self.modules.get(at), nn.Dropout):
-                    self.styles[at] = Dropout(self.context, at, is_shared)
+            styles.append(Heads(context, at(unit.region), unit.inputs, unit.weights, local))
+        self.styles |= {one.path: one for one in styles}
 
     # Embeddings and the output layer
 
     def _plan_vocabulary(self) -> None:
-        """Share the model's vocabulary, in its embeddings and in the output layer.
+        """Shard the model's vocabulary, in its embeddings and in the output layer.
 
-        If the size does not divide the vocabulary, the ranks share its features instead: a cut that is not even has no good
+        If the size does not divide the vocabulary, its features are sharded instead: a cut that is not even has no good
         description as a DTensor.
         """
         for path, module in self._vocabulary_layers():
@@ -155,15 +160,19 @@ class _Planner:
             is_embedding = isinstance(module, nn.Embedding)
             style: Style
             if rows % self.size == 0:
-                style = EmbeddingRows(self.context, path) if is_embedding else Columns(self.context, path, is_head=True)
+                style = (
+                    EmbeddingRows(self.context, path) if is_embedding else Columns(self.context, path, is_gathered=True)
+                )
             elif features % self.size == 0:
-                style = EmbeddingColumns(self.context, path) if is_embedding else Rows(self.context, path, is_head=True)
+                style = (
+                    EmbeddingColumns(self.context, path) if is_embedding else Rows(self.context, path, is_split=True)
+                )
             else:
                 style = Whole(self.context, path)
             self.styles[path] = style
 
     def _vocabulary_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        embeddings = {path: one for path, one in self.modules.items() if type(one) is nn.Embedding and _is_plain(one)}
+        embeddings = {path: one for path, one in self.modules.items() if _is_plain_embedding(one)}
         embeddings = {path: one for path, one in embeddings.items() if path not in self.styles}
         heads = {path: one for path, one in self.modules.items() if type(one) is nn.Linear and path not in self.styles}
         inputs, outputs = (_call(self.model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
@@ -192,7 +201,7 @@ class _Planner:
     def _blocks(self) -> dict[str, nn.Module]:
         """Return the blocks: the elements of lists, and modules of known classes, that hold units."""
         blocks: dict[str, nn.Module] = {}
-        for unit in (*self.unit_paths, *self.unsure):
+        for unit in (*self.units, *self.unsure):
             names = unit.split(".") if unit else []
             prefixes = [".".join(names[:end]) for end in range(len(names) + 1)]
             for at in prefixes:
@@ -211,23 +220,42 @@ class _Planner:
             self.unsure[path] = str(problem)
             return True
 
+    def _planned_at(self, path: str) -> str | None:
+        """Return the path of the innermost model with a plan of transformers in which a module is."""
+        return max((one for one in self.planned if _is_below(path, [one])), key=len, default=None)
+
     def _plan_blocks(self, blocks: Mapping[str, nn.Module]) -> None:
         for path, block in blocks.items():
             if not self.is_on_parts:
                 if isinstance(block, nn.TransformerEncoderLayer):
                     self.styles.setdefault(path, Block(self.context, path))
-            elif self._is_block(path):
+            elif self._is_block(path) or self._is_planned_block(path, block, blocks):
                 self._plan_sequence_block(path, block)
-            else:
-                self.unsure[path] = (
-                    f"sequence_parallel=True does not know how a {type(block).__name__} uses the sequence"
-                )
+
+    def _is_planned_block(self, path: str, block: nn.Module, blocks: Mapping[str, nn.Module]) -> bool:
+        at = self._planned_at(path)
+        parent = self.modules.get(path.rpartition(".")[0])
+        problem = f"sequence_parallel=True does not know how a {type(block).__name__} uses the sequence"
+        if (
+            at is not None
+            and isinstance(parent, nn.ModuleList)
+            and {id(one) for one in parent} <= set(map(id, blocks.values()))
+        ):
+            units = {one[len(path) + 1 :]: units[0] for one, units in self.units.items() if _is_below(one, [path])}
+            try:
+                check_sequence(self.planned[at], path[len(at) :].lstrip("."), block, units)
+                return True
+            except UnsureError as error:
+                problem = str(error)
+        self.unsure.setdefault(path, problem)
+        return False
 
     def _plan_sequence_block(self, path: str, block: nn.Module) -> None:
         parent = path.rpartition(".")[0]
         siblings = [path]
         owner = self.modules.get(parent.rpartition(".")[0]) if parent else None
-        if isinstance(self.modules.get(parent), nn.ModuleList) and owner is not None and _is_stack(owner):
+        is_stack = owner in self.planned.values() or (owner is not None and _is_stack(owner))
+        if is_stack and isinstance(self.modules.get(parent), nn.ModuleList):
             siblings = [f"{parent}.{name}" for name in self.modules[parent]._modules]
         first = self.styles.get(siblings[0])
         stack = (
@@ -238,15 +266,13 @@ class _Planner:
     # Everything else
 
     def _plan_others(self, blocks: Mapping[str, nn.Module]) -> None:
+        own = [path for path in blocks if self._planned_at(path) is None]
         for path, module in self.modules.items():
             if path in self.styles or not any(True for _ in module.parameters(recurse=False)):
                 continue
-            if self._is_below(path, blocks) and not self._is_below(path, self.unsure) and has_linear_weights(module):
+            if _is_below(path, own) and not _is_below(path, self.unsure) and has_linear_weights(module):
                 self.unsure[path] = f"a {type(module).__name__} that no known layer uses"
             self.styles[path] = Whole(self.context, path)
-
-    def _is_below(self, path: str, paths: Mapping[str, Any]) -> bool:
-        return any(path == one or not one or path.startswith(one + ".") for one in paths)
 
     def _raise_problems(self) -> None:
         if self.undivided:
@@ -258,12 +284,13 @@ class _Planner:
                 f"The tensor-parallel plan is not sure about {_listed(self.unsure)}. Give a plan of your own: a dict of "
                 "module paths and torch ParallelStyles, or a function."
             )
-        if not self.unit_paths:
+        if not self.units:
             linears = {path: type(one).__name__ for path, one in self.modules.items() if has_linear_weights(one)}
             raise ConfigError(
-                f"{type(self.model).__name__} has no layer that the tensor-parallel plan knows (GPT-2, LLaMA, BERT and T5 of "
-                f"transformers, nn.Transformer*); it has {_listed(linears) or 'no linear layers'}. Give a plan of your own: a "
-                "dict of module paths and torch ParallelStyles, or a function."
+                f"{type(self.model).__name__} has no layer that the tensor-parallel plan knows (models of transformers with "
+                "a base_model_tp_plan, GPT-2, BERT, T5, nn.Transformer*, nn.MultiheadAttention); it has "
+                f"{_listed(linears) or 'no linear layers'}. Give a plan of your own: a dict of module paths and torch "
+                "ParallelStyles, or a function."
             )
 
 
@@ -276,8 +303,19 @@ def _listed(problems: Mapping[str, str]) -> str:
     return "; ".join(shown) + (f"; and {len(problems) - _MAX_NAMES} more" if len(problems) > _MAX_NAMES else "")
 
 
-def _is_plain(embedding: nn.Embedding) -> bool:
-    return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
+def _is_below(path: str, paths: Iterable[str]) -> bool:
+    return any(path == one or not one or path.startswith(one + ".") for one in paths)
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    """Whether a module is an embedding as torch has it, or one that multiplies its outputs by a number."""
+    return (
+        isinstance(module, nn.Embedding)
+        and (type(module) is nn.Embedding or hasattr(module, "embed_scale"))
+        and module.max_norm is None
+        and not module.scale_grad_by_freq
+        and not module.sparse
+    )
 
 
 def _call(model: nn.Module, name: str) -> Any:
@@ -289,14 +327,9 @@ def _call(model: nn.Module, name: str) -> Any:
 
 def _is_stack(module: nn.Module) -> bool:
     try:
-        if known_class(module, STACKS) is None:
-            return False
+        return known_class(module, STACKS) is not None
     except UnsureError:
         return False
-    wanted = getattr(getattr(module, "config", None), "num_hidden_layers", None)
-    layers = getattr(module, "layers", None)
-    # LLaMA runs as many blocks as its config says; if that is not all, the last one never closes the sequence.
-    return not isinstance(layers, nn.ModuleList) or wanted is None or wanted >= len(layers)
 
 
 def _sequence_dim(block: nn.Module) -> int:

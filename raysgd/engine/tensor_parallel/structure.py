@@ -1,12 +1,13 @@
 """What the layers of a model are to tensor parallelism: found from their classes, shapes and connections.
 
 A unit is a group of layers whose inputs and outputs all ranks have, and inside of which they share heads or features: an
-attention layer, or a feed-forward layer. Each known class has a function here that reads a module's sizes and says which
-linear layer feeds which. A class that is not known has none, and neither has a subclass with another forward pass.
+attention layer, or a feed-forward layer. Where transformers has no plan of its own, a known class has a function here that reads
+a module's sizes and says which linear layer feeds which. A subclass with another forward pass has none.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 from torch import Tensor, nn
 
 _GPT2 = "transformers.models.gpt2.modeling_gpt2."
-_LLAMA = "transformers.models.llama.modeling_llama."
 _BERT = "transformers.models.bert.modeling_bert."
 _T5 = "transformers.models.t5.modeling_t5."
 _CONV1D = "transformers.pytorch_utils.Conv1D"
@@ -25,7 +25,6 @@ _DECODER_LAYER = "torch.nn.modules.transformer.TransformerDecoderLayer"
 BLOCKS = frozenset(
     {
         _GPT2 + "GPT2Block",
-        _LLAMA + "LlamaDecoderLayer",
         _BERT + "BertLayer",
         _T5 + "T5Block",
         _ENCODER_LAYER,
@@ -37,7 +36,6 @@ BLOCKS = frozenset(
 STACKS = frozenset(
     {
         _GPT2 + "GPT2Model",
-        _LLAMA + "LlamaModel",
         _BERT + "BertEncoder",
         _T5 + "T5Stack",
         "torch.nn.modules.transformer.TransformerEncoder",
@@ -53,12 +51,12 @@ class Linear:
     Attributes:
         path: Its path below the unit's module.
         num_parts: The fused layers in it.
-        is_entrance: Whether its input comes from outside of the unit, and not through the unit's module.
+        is_input: Whether its input comes from outside of the unit, and not through the unit's module.
     """
 
     path: str
     num_parts: int = 1
-    is_entrance: bool = False
+    is_input: bool = False
 
 
 @dataclass
@@ -70,28 +68,29 @@ class Unit:
         columns: The linear layers at the unit's start.
         rows: The linear layers at its end.
         region: The module, below the unit's own, through which inputs enter; None if they enter through `columns`.
-        entrances: The region's arguments that come from outside: hidden states, and another stack's states.
+        inputs: The region's arguments that come from outside: hidden states, and then those of another stack.
         weights: Where the region's outputs have the attention's weights; None if there are none.
-        draws: Whether the region draws random numbers when it trains.
         local: The attributes that count heads or features in the region's forward pass.
-        own_dropouts: Dropouts inside of the unit.
-        shared_dropouts: Dropouts of the region's module after the unit's end.
+        own_dropouts: Dropouts inside of a unit that is no region.
+        summed: Layers inside of the unit that all ranks have, and whose gradients are those of a rank's own heads.
         head_embeddings: Embeddings with a column for each head.
         is_multihead: Whether the unit is an ``nn.MultiheadAttention``, which holds its weights itself.
+        is_whole: Whether the outputs of `columns` are gathered and the inputs of `rows` are split, so that everything between
+            them is whole on every rank.
     """
 
     counts: dict[str, int]
     columns: list[Linear] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
     region: str | None = None
-    entrances: tuple[str, str | None] = ("hidden_states", None)
+    inputs: tuple[str, ...] = ("hidden_states",)
     weights: int | None = 1
-    draws: Callable[[Any], bool] = lambda module: False
     local: dict[str, int] = field(default_factory=dict)
     own_dropouts: list[str] = field(default_factory=list)
-    shared_dropouts: list[str] = field(default_factory=list)
+    summed: list[str] = field(default_factory=list)
     head_embeddings: list[str] = field(default_factory=list)
     is_multihead: bool = False
+    is_whole: bool = False
 
 
 class UnsureError(Exception):
@@ -115,6 +114,11 @@ def known_class(module: nn.Module, names: frozenset[str] | dict[str, Any]) -> st
                 raise UnsureError(f"its class {type(module).__name__} changes the forward pass of {base.__name__}")
             return name
     return None
+
+
+def first_argument(of: type) -> str:
+    """Return the name of the first argument of a class's forward pass."""
+    return list(inspect.signature(of.forward).parameters)[1]  # type: ignore[attr-defined]
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -166,13 +170,6 @@ def _check(module: nn.Module, path: str, inputs: int | None, outputs: int | None
             raise UnsureError(f"{path} has {number} {kind}, and {expected} are expected")
 
 
-def _heads(module: nn.Module, path: str, head_dim: int) -> int:
-    width = sizes(module.get_submodule(path))[1]
-    if width % head_dim:
-        raise UnsureError(f"{path} has {width} outputs, which the head size {head_dim} does not divide")
-    return width // head_dim
-
-
 def _gpt2_attention(module: Any) -> Iterator[Unit]:
     embed, parts = module.embed_dim, 2 if module.is_cross_attention else 3
     _check(module, "c_attn", None, parts * embed)
@@ -186,52 +183,21 @@ def _gpt2_attention(module: Any) -> Iterator[Unit]:
         columns,
         ["c_proj"],
         region="",
-        entrances=("hidden_states", "encoder_hidden_states"),
-        draws=lambda one: one.attn_dropout.p > 0,
+        inputs=("hidden_states", "encoder_hidden_states"),
         local={"num_heads": module.num_heads, "split_size": embed},
-        own_dropouts=["attn_dropout"],
-        shared_dropouts=["resid_dropout"],
-    )
-
-
-def _llama_attention(module: Any) -> Iterator[Unit]:
-    heads, kv_heads = (_heads(module, path, module.head_dim) for path in ("q_proj", "k_proj"))
-    _check(module, "v_proj", None, kv_heads * module.head_dim)
-    _check(module, "o_proj", heads * module.head_dim, None)
-    yield Unit(
-        {"heads": heads, "key-value heads": kv_heads},
-        [Linear("q_proj"), Linear("k_proj"), Linear("v_proj")],
-        ["o_proj"],
-        region="",
-        draws=lambda one: one.attention_dropout > 0,
-    )
-
-
-def _llama_mlp(module: Any) -> Iterator[Unit]:
-    features = sizes(module.gate_proj)[1]
-    _check(module, "up_proj", None, features)
-    _check(module, "down_proj", features, None)
-    yield Unit(
-        {"features": features},
-        [Linear("gate_proj"), Linear("up_proj")],
-        ["down_proj"],
-        region="",
-        entrances=("x", None),
-        weights=None,
     )
 
 
 def _gpt2_mlp(module: Any) -> Iterator[Unit]:
     features = sizes(module.c_fc)[1]
     _check(module, "c_proj", features, None)
-    yield Unit({"features": features}, [Linear("c_fc", is_entrance=True)], ["c_proj"])
+    yield Unit({"features": features}, [Linear("c_fc", is_input=True)], ["c_proj"])
 
 
 def _bert_attention(module: Any) -> Iterator[Unit]:
     inner = module.self
-    known = {_BERT + "BertSelfAttention": None, _BERT + "BertCrossAttention": "encoder_hidden_states"}
-    name = known_class(inner, known)
-    if name is None or known_class(module.output, frozenset({_BERT + "BertSelfOutput"})) is None:
+    known = frozenset({_BERT + "BertSelfAttention", _BERT + "BertCrossAttention"})
+    if known_class(inner, known) is None or known_class(module.output, frozenset({_BERT + "BertSelfOutput"})) is None:
         raise UnsureError(f"it joins a {type(inner).__name__} and a {type(module.output).__name__}")
     width = inner.all_head_size
     for path in ("query", "key", "value"):
@@ -242,8 +208,7 @@ def _bert_attention(module: Any) -> Iterator[Unit]:
         [Linear("self.query"), Linear("self.key"), Linear("self.value")],
         ["output.dense"],
         region="self",
-        entrances=("hidden_states", known[name]),
-        draws=lambda one: one.dropout.p > 0,
+        inputs=("hidden_states", "encoder_hidden_states"),
         local={"num_attention_heads": inner.num_attention_heads, "all_head_size": width},
     )
 
@@ -255,7 +220,7 @@ def _bert_layer(module: Any) -> Iterator[Unit]:
             raise UnsureError(f"it holds a {type(part).__name__}")
     features = sizes(module.intermediate.dense)[1]
     _check(module, "output.dense", features, None)
-    yield Unit({"features": features}, [Linear("intermediate.dense", is_entrance=True)], ["output.dense"])
+    yield Unit({"features": features}, [Linear("intermediate.dense", is_input=True)], ["output.dense"])
 
 
 def _t5_attention(module: Any) -> Iterator[Unit]:
@@ -268,9 +233,8 @@ def _t5_attention(module: Any) -> Iterator[Unit]:
         [Linear("q"), Linear("k"), Linear("v")],
         ["o"],
         region="",
-        entrances=("hidden_states", "key_value_states"),
+        inputs=("hidden_states", "key_value_states"),
         weights=2,
-        draws=lambda one: one.dropout > 0,
         local={"n_heads": heads, "inner_dim": module.inner_dim},
         head_embeddings=["relative_attention_bias"] if module.has_relative_attention_bias else [],
     )
@@ -288,7 +252,6 @@ def _t5_dense(module: Any) -> Iterator[Unit]:
         ["wo"],
         region="",
         weights=None,
-        own_dropouts=["dropout"],
     )
 
 
@@ -302,14 +265,12 @@ def _multihead_attention(module: Any) -> Iterator[Unit]:
 def _transformer_layer(module: Any) -> Iterator[Unit]:
     features = sizes(module.linear1)[1]
     _check(module, "linear2", features, None)
-    yield Unit({"features": features}, [Linear("linear1", is_entrance=True)], ["linear2"], own_dropouts=["dropout"])
+    yield Unit({"features": features}, [Linear("linear1", is_input=True)], ["linear2"], own_dropouts=["dropout"])
 
 
 _READERS: dict[str, Callable[[Any], Iterator[Unit]]] = {
     _GPT2 + "GPT2Attention": _gpt2_attention,
     _GPT2 + "GPT2MLP": _gpt2_mlp,
-    _LLAMA + "LlamaAttention": _llama_attention,
-    _LLAMA + "LlamaMLP": _llama_mlp,
     _BERT + "BertAttention": _bert_attention,
     _BERT + "BertLayer": _bert_layer,
     _T5 + "T5Attention": _t5_attention,

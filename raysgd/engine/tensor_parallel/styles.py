@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from raysgd.engine.tensor_parallel.attention import SharedMultiheadAttention
+from raysgd.engine.tensor_parallel.attention import ShardedMultiheadAttention
 from raysgd.engine.tensor_parallel.layers import (
     ColumnLinear,
     FeatureEmbedding,
@@ -19,8 +19,8 @@ from raysgd.engine.tensor_parallel.layers import (
     Replicated,
     RowLinear,
     SequenceBlock,
-    SharedDropout,
     VocabularyEmbedding,
+    draws,
     mix_in,
 )
 from raysgd.engine.tensor_parallel.placements import fused_shard
@@ -73,11 +73,11 @@ class Style(ParallelStyle):
 
 @dataclass
 class Columns(Style):
-    """Share the outputs of a linear layer."""
+    """Shard the outputs of a linear layer."""
 
     num_parts: int = 1
-    is_entrance: bool = False
-    is_head: bool = False
+    is_input: bool = False
+    is_gathered: bool = False
 
     def placements(self, module: nn.Module) -> Mapping[str, Placement]:
         dim = 0 if isinstance(module, nn.Linear) else 1
@@ -92,33 +92,34 @@ class Columns(Style):
             ColumnLinear,
             self.context,
             _tp_num_parts=self.num_parts,
-            _tp_is_entrance=self.is_entrance,
-            _tp_is_head=self.is_head,
+            _tp_is_input=self.is_input,
+            _tp_is_gathered=self.is_gathered,
         )
 
     def describe(self) -> str:
-        return "outputs shared" + (f", {self.num_parts} fused parts" if self.num_parts > 1 else "")
+        parts = f", {self.num_parts} fused parts" if self.num_parts > 1 else ""
+        return f"outputs sharded{parts}{', then gathered' if self.is_gathered else ''}"
 
 
 @dataclass
 class Rows(Style):
-    """Share the inputs of a linear layer."""
+    """Shard the inputs of a linear layer."""
 
-    is_head: bool = False
+    is_split: bool = False
 
     def placements(self, module: nn.Module) -> Mapping[str, Placement]:
         return {"weight": Shard(1 if isinstance(module, nn.Linear) else 0)}
 
     def change(self, module: nn.Module) -> None:
-        mix_in(module, RowLinear, self.context, _tp_is_head=self.is_head)
+        mix_in(module, RowLinear, self.context, _tp_is_split=self.is_split)
 
     def describe(self) -> str:
-        return "inputs shared"
+        return "inputs split, then sharded" if self.is_split else "inputs sharded"
 
 
 @dataclass
 class EmbeddingRows(Style):
-    """Share the rows of an embedding."""
+    """Shard the rows of an embedding."""
 
     def placements(self, module: nn.Module) -> Mapping[str, Placement]:
         return {"weight": Shard(0)}
@@ -127,12 +128,12 @@ class EmbeddingRows(Style):
         mix_in(module, VocabularyEmbedding, self.context)
 
     def describe(self) -> str:
-        return "vocabulary shared"
+        return "vocabulary sharded"
 
 
 @dataclass
 class EmbeddingColumns(Style):
-    """Share the columns of an embedding."""
+    """Shard the columns of an embedding."""
 
     is_inside: bool = False
 
@@ -143,37 +144,41 @@ class EmbeddingColumns(Style):
         mix_in(module, FeatureEmbedding, self.context, _tp_is_inside=self.is_inside)
 
     def describe(self) -> str:
-        return "heads shared" if self.is_inside else "features shared"
+        return "heads sharded" if self.is_inside else "features sharded"
 
 
 @dataclass
 class Whole(Style):
-    """Replicate the parameters of a layer."""
+    """Replicate the parameters of a layer.
+
+    Attributes:
+        is_inside: See `Replicated`.
+    """
+
+    is_inside: bool = False
 
     def follows(self, module: nn.Module) -> bool:
         return holds_for_others(module)
 
     def change(self, module: nn.Module) -> None:
-        mix_in(module, Replicated, self.context)
+        mix_in(module, Replicated, self.context, _tp_is_inside=self.is_inside)
 
     def describe(self) -> str:
-        return "replicated"
+        return "replicated, gradients summed" if self.is_inside else "replicated"
 
 
 @dataclass
 class Heads(Style):
-    """Share the heads or features of a layer whose linear layers have styles of their own.
+    """Shard the heads or features of a layer whose linear layers have styles of their own.
 
     Attributes:
-        entrances: See `Region`.
+        inputs: See `Region`.
         weights: See `Region`.
-        draws: See `Region`.
         local: Attributes with which the layer's forward pass counts heads or features: this rank's values.
     """
 
-    entrances: tuple[str, str | None]
+    inputs: tuple[str, ...]
     weights: int | None
-    draws: Callable[[Any], bool]
     local: Mapping[str, int]
 
     def change(self, module: nn.Module) -> None:
@@ -181,19 +186,19 @@ class Heads(Style):
             module,
             Region,
             self.context,
-            _tp_entrances=self.entrances,
+            _tp_inputs=self.inputs,
             _tp_weights=self.weights,
-            _tp_draws=self.draws,
+            _tp_draws=draws(module),
             **self.local,
         )
 
     def describe(self) -> str:
-        return "heads shared" if self.weights is not None else "features shared"
+        return "heads sharded" if self.weights is not None else "features sharded"
 
 
 @dataclass
 class MultiheadHeads(Style):
-    """Share the heads of an ``nn.MultiheadAttention``."""
+    """Shard the heads of an ``nn.MultiheadAttention``."""
 
     def placements(self, module: nn.Module) -> Mapping[str, Placement]:
         return {
@@ -202,23 +207,21 @@ class MultiheadHeads(Style):
         }
 
     def change(self, module: nn.Module) -> None:
-        mix_in(module, SharedMultiheadAttention, self.context, _tp_draws=lambda one: one.dropout > 0)
+        mix_in(module, ShardedMultiheadAttention, self.context, _tp_draws=draws(module))
 
     def describe(self) -> str:
-        return "heads shared"
+        return "heads sharded"
 
 
 @dataclass
 class Dropout(Style):
-    """Draw the random numbers of a dropout per rank, or as all ranks do."""
-
-    is_shared: bool = False
+    """Draw the random numbers of a dropout inside of a unit per rank."""
 
     def change(self, module: nn.Module) -> None:
-        mix_in(module, SharedDropout if self.is_shared else RegionDropout, self.context)
+        mix_in(module, RegionDropout, self.context)
 
     def describe(self) -> str:
-        return "draws as all ranks" if self.is_shared else "draws its own numbers"
+        return "draws its own numbers"
 
 
 @dataclass
@@ -241,7 +244,8 @@ class Block(Style):
                 _tp_stack=self.stack,
                 _tp_is_first=self.is_first,
                 _tp_is_last=self.is_last,
+                _tp_draws=draws(module),
             )
 
     def describe(self) -> str:
-        return "on parts of the sequence" if self.stack is not None else "heads and features shared"
+        return "on parts of the sequence" if self.stack is not None else "heads and features sharded"

@@ -17,7 +17,7 @@ from raysgd.controller.machine.machine import RunMachine
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
 from raysgd.controller.states import Closed, Outcome
 from raysgd.session import events as e
-from raysgd.testing.simulation.events import RETURNED, part, saved
+from support.simulation.events import RETURNED, part, saved
 
 C = TypeVar("C", bound=c.Command)
 

@@ -16,7 +16,7 @@ from raysgd.controller.frames import Frame
 from raysgd.controller.journal.outcome import outcome_data
 from raysgd.controller.run_plan import PreviousState, build_previous_state
 from raysgd.testing.record import History, Stored
-from raysgd.testing.simulation.stepping import SimulatedRun
+from support.simulation.stepping import SimulatedRun
 
 
 def history_of(run: SimulatedRun, *, max_failures: int | None = None, within_s: float | None = None) -> History:
