@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -443,3 +444,39 @@ def test_steps_of_offloaded_states_are_fused_unless_the_user_chose_otherwise(
         return whole_weights(model)
 
     assert update(**strategies) == pytest.approx(update(), rel=1e-5)
+
+
+def test_zero_3_step_makes_no_more_operations_than_fsdp_by_hand() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)) for _ in range(4)))
+
+    def count(step: Callable[[], None]) -> int:
+        for _ in range(2):  # the optimizer has its state then
+            step()
+        with _CountOperations() as counter:
+            step()
+        return counter.count
+
+    model = make()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in (*model, model):
+        fully_shard(module, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def by_hand() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(batch(0))
+        output.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    engine, of_engine = raysgd.Engine(zero_stage=3, precision="bf16", fused_optimizer=True), make()
+    of_engine, optimizer_of_engine, *_ = engine.compose(model=of_engine, optimizer=adam(of_engine))
+
+    def with_engine() -> None:
+        engine.backward(loss_of(of_engine, 0))
+        optimizer_of_engine.step()
+        optimizer_of_engine.zero_grad()
+
+    assert count(with_engine) <= count(by_hand)
