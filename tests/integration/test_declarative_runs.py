@@ -236,7 +236,7 @@ def test_reductions_and_validation_are_over_all_ranks(tmp_path: Path) -> None:
 
 
 def test_rows_are_counted_alike_by_a_pipeline(tmp_path: Path) -> None:
-    """Two copies of the model, of two stages each, have 5 rows in batches of 2: the second repeats one."""
+    """Two replicas of the model, of two stages each, have 5 rows in batches of 2: the second repeats one."""
     kind = "gpt2"
     values = {
         "model": {"type": "support.engine_models.build", "args": {"kind": kind}},
