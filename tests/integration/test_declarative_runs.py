@@ -132,7 +132,7 @@ def test_four_epochs_equal_two_and_two_to_the_bit(tmp_path: Path, engine: dict[s
             return found, trainer.get_last_checkpoint()
 
         whole, at_end = run()
-        # Each rank saves its pieces, and any number of ranks can load them.
+        # Each rank saves its shards, and any number of ranks can load them.
         assert json.loads((Path(str(at_end.path)) / "manifest.json").read_text())["is_reshardable"]
         for steps in (2 * STEPS, STEPS + 2):
             _, half = run(max_train_steps=steps)

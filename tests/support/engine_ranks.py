@@ -141,7 +141,7 @@ def same_on_all(value: Any) -> bool:
 def parameters(
     kind: str, shape: Shape, sequence_parallel: bool, data_parallel: str | None, **options: Any
 ) -> list[str]:
-    """Return what is wrong with the parameters: their types, their values, and the boxes of their pieces."""
+    """Return what is wrong with the parameters: their types, their values, and the boxes of their shards."""
     model, _ = prepare(kind, shape, sequence_parallel, data_parallel, **options)
     expected = dict(build(kind, **options).named_parameters())
     wrong = []
