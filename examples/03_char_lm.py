@@ -4,7 +4,7 @@
 
 The loss on unseen modules falls from 4.6 nats a letter (random guessing) below 2.0 within a minute or two on two CPU cores. Then
 the model writes a few lines. Interrupt the training whenever you like: it prints the path of its last checkpoint, and
-`--resume` with that path continues with the same random text pieces.
+`--resume` with that path continues with the same random excerpts.
 """
 
 # test: tests/docs/test_char_lm.py
@@ -69,10 +69,10 @@ class GPT(nn.Module):
 
 
 def windows(text: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return pieces of the text from random places, and the same pieces shifted by one letter."""
+    """Return excerpts of the text from random places, and the same excerpts shifted by one letter."""
     starts = torch.randint(len(text) - CONTEXT, (count,)).tolist()
-    pieces = torch.stack([text[start : start + CONTEXT + 1] for start in starts]).long().to(raysgd.device())
-    return pieces[:, :-1], pieces[:, 1:]
+    excerpts = torch.stack([text[start : start + CONTEXT + 1] for start in starts]).long().to(raysgd.device())
+    return excerpts[:, :-1], excerpts[:, 1:]
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,10 @@
 
     python examples/10_causal_lm.py [--workers 4] [--steps 200] [--kill-at 20] [--output causal_lm]
 
-Two workers hold one copy of the model between them, and FSDP shards each half over the copies. It has random weights and learns
-Python's standard library, letter by letter, as in 03_char_lm.py. Rank 1 is killed by SIGKILL: the group continues with the one
-copy that is left, from the pieces that each rank has in memory, and grows again when a new worker is ready. At the end the model
-is exported, loaded by transformers, and writes a line. Nothing is downloaded.
+Two workers hold one replica of the model between them, and FSDP shards each half over the replicas. It has random weights and
+learns Python's standard library, letter by letter, as in 03_char_lm.py. Rank 1 is killed by SIGKILL: the group continues with
+the one replica that is left, from the shards that each rank has in memory, and grows again when a new worker is ready. At the
+end the model is exported, loaded by transformers, and writes a line. Nothing is downloaded.
 """
 
 # test: tests/docs/test_engine_examples.py
@@ -49,7 +49,7 @@ def train_func(config: dict) -> int:
     step = 0 if state is None else state["step"]
     if state is None and raysgd.world_rank() == 0:
         print(engine.describe())
-    # The workers of a copy read the same rows. After a failure, the rows that are left are read.
+    # The workers of a replica read the same rows. After a failure, the rows that are left are read.
     rows = raysgd.get_dataset().get_split()
     for batch in rows.to_torch(global_batch_size=BATCH_SIZE, shuffle="full"):
         loss = model(input_ids=batch["letters"], labels=batch["letters"]).loss

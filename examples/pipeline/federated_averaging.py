@@ -33,9 +33,9 @@ def load_clients() -> tuple[list[dict], list[dict]]:
     x_train, x_test, y_train, y_test = parts
     drawn = np.random.default_rng(0)
     by_label = np.argsort(y_train, kind="stable")
-    pieces = np.split(by_label, np.sort(drawn.choice(len(by_label), 2 * NUM_CLIENTS - 1, replace=False)))
-    pieces = [pieces[number] for number in drawn.permutation(len(pieces))]
-    rows_of = [np.concatenate(pieces[client::NUM_CLIENTS])[:MAX_ROWS] for client in range(NUM_CLIENTS)]
+    parts = np.split(by_label, np.sort(drawn.choice(len(by_label), 2 * NUM_CLIENTS - 1, replace=False)))
+    parts = [parts[number] for number in drawn.permutation(len(parts))]
+    rows_of = [np.concatenate(parts[client::NUM_CLIENTS])[:MAX_ROWS] for client in range(NUM_CLIENTS)]
     clients = [{"images": x_train[rows], "labels": y_train[rows]} for rows in rows_of]
     return clients, [{"image": image, "label": int(label)} for image, label in zip(x_test, y_test, strict=True)]
 

@@ -40,7 +40,7 @@ class Member:
         node_ip: This worker's address, the only one that its servers may bind.
         has_gpu: Whether the workers were given GPUs.
         shares_gpu: Whether several workers may use the same GPU: each was given a fraction of one, or they have MIG devices.
-        workers_per_replica: Ranks that hold one copy of the model between them; they are consecutive.
+        workers_per_replica: Ranks that hold one replica of the model between them; they are consecutive.
         num_nodes: The number of nodes with members.
         attempt: The number of the attempt, from 1.
     """

@@ -210,7 +210,7 @@ def _arrays(found: Found) -> Iterator[dict[str, Any]]:
     for name, ranks in sharded.items():
         array = parts[ranks[0]].shards[name]
         kind = array.dtype if isinstance(array.dtype, str) else str(array.dtype)
-        yield {"name": name, "dtype": kind, "shape": list(array.shape), "saved_by": f"{len(ranks)} ranks in pieces"}
+        yield {"name": name, "dtype": kind, "shape": list(array.shape), "saved_by": f"{len(ranks)} ranks in shards"}
     for rank, part in sorted(parts.items()):
         for name in part.unsharded_names:
             spec = part.specs[name]
@@ -272,7 +272,7 @@ def verify_command(checkpoint: str, storage_path: str, as_json: bool) -> int:
 @storage_flag
 @json_flag
 def merge_command(checkpoint: str, folder: str, allow_pickle: bool, storage_path: str, as_json: bool) -> int:
-    """Write CHECKPOINT, which ranks saved in pieces, as one with whole arrays in one part, to a folder in FOLDER.
+    """Write CHECKPOINT, which ranks saved in shards, as one with whole arrays in one part, to a folder in FOLDER.
 
     Any number of workers can start from it, and `raysgd.Checkpoint.from_path(...).load()` reads it. The whole state must
     fit into the memory of this machine.

@@ -238,7 +238,7 @@ def make_order(given: Mapping[str, Any], path: str, arguments: Sequence[str]) ->
     except OSError as error:
         raise ConfigError(f"the script {path} cannot be read: {error.strerror}.") from None
     engine = make_engine_config(given)
-    _check_copies(given.get("--num-workers", 1), (engine or EngineConfig()).workers_per_replica)
+    _check_replicas(given.get("--num-workers", 1), (engine or EngineConfig()).workers_per_replica)
     token = uuid.uuid4().hex
     script = Script(
         os.path.abspath(path),
@@ -282,13 +282,13 @@ def find_module(name: str, folder: str) -> tuple[str, str]:
     )
 
 
-def _check_copies(num_workers: int | tuple[int, float], each: int) -> None:
-    """Check that the workers hold whole copies of the model."""
+def _check_replicas(num_workers: int | tuple[int, float], each: int) -> None:
+    """Check that the workers hold whole replicas of the model."""
     for limit in (num_workers,) if isinstance(num_workers, int) else num_workers:
         if limit != math.inf and limit % each:
             more = math.ceil(limit / each) * each
             raise ConfigError(
-                f"--num-workers: {limit:g} workers do not hold whole copies of the model, since {PREFIX}tensor-parallel and "
+                f"--num-workers: {limit:g} workers do not hold whole replicas of the model, since {PREFIX}tensor-parallel and "
                 f"{PREFIX}pipeline-parallel make {each} workers hold one; give {more} in place of {limit:g}."
             )
 

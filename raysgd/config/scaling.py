@@ -29,7 +29,7 @@ class ScalingConfig:
         gpus_per_worker: GPUs of each worker; with a fraction below 1 several workers share one.
         resources_per_worker: Further Ray resources of each worker, by name.
         placement_strategy: ``PACK``, ``SPREAD``, ``STRICT_PACK`` or ``STRICT_SPREAD``.
-        workers_per_replica: Workers that hold one copy of the model between them, as in tensor and pipeline parallelism. They
+        workers_per_replica: Workers that hold one replica of the model between them, as in tensor and pipeline parallelism. They
             have consecutive ranks and read the same rows, and the group always has a multiple of them.
     """
 
@@ -101,7 +101,7 @@ def _check_num_workers(value: Any) -> None:
 
 
 def _check_multiple(num_workers: int | tuple[int, float], workers_per_replica: int) -> None:
-    """Check that every limit of the number of workers holds whole copies of the model."""
+    """Check that every limit of the number of workers holds whole replicas of the model."""
     limits = (num_workers,) if isinstance(num_workers, int) else num_workers
     for limit in limits:
         if limit != math.inf and limit % workers_per_replica:
@@ -109,7 +109,7 @@ def _check_multiple(num_workers: int | tuple[int, float], workers_per_replica: i
             nearest = " or ".join(str(count) for count in (lower, lower + workers_per_replica) if count)
             raise ConfigError(
                 f"num_workers={num_workers} with workers_per_replica={workers_per_replica}: {limit:g} workers do not hold whole "
-                f"copies of the model ({limit:g} / {workers_per_replica} = {limit / workers_per_replica:g}); give {nearest} in "
+                f"replicas of the model ({limit:g} / {workers_per_replica} = {limit / workers_per_replica:g}); give {nearest} in "
                 f"place of {limit:g}."
             )
 

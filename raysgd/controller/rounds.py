@@ -55,37 +55,39 @@ def check_reduce(reduce: Any) -> dict[str, str]:
 
 
 def reduce_metrics(
-    workers: Sequence[Mapping[str, Any]], reduce: Reduce, copies: Sequence[int] | None = None
+    workers: Sequence[Mapping[str, Any]], reduce: Reduce, replicas: Sequence[int] | None = None
 ) -> dict[str, Any]:
     """Return the metrics of the lowest rank, with those named in ``reduce`` computed over all ranks that reported them.
 
     Args:
         workers: Each rank's metrics, in rank order.
         reduce: Reduction by the name of a metric, ``val/acc`` for a nested one. ``mean``, ``sum``, ``min`` and ``max`` skip
-            values that are not numbers. In ``mean`` and ``sum`` the first rank of each copy of the model counts that has one,
-            as the ranks of a copy read the same rows.
-        copies: Of which copy of the model each rank holds a part. None: each rank holds a whole copy.
+            values that are not numbers. In ``mean`` and ``sum`` the first rank of each replica of the model counts that has one,
+            as the ranks of a replica read the same rows.
+        replicas: Of which replica of the model each rank holds a part. None: each rank holds a whole one.
     """
     merged = dict(workers[0])
     for metric, name in reduce.items():
         found = [
-            (copy, keys, value_at(metrics, keys))
-            for copy, metrics in zip(copies or range(len(workers)), workers, strict=True)
+            (replica, keys, value_at(metrics, keys))
+            for replica, metrics in zip(replicas or range(len(workers)), workers, strict=True)
             if (keys := find_keys(metrics, metric)) is not None
         ]
         counted = [
-            (copy, value) for copy, _, value in found if name in ("last", "first") or isinstance(value, (int, float))
+            (replica, value)
+            for replica, _, value in found
+            if name in ("last", "first") or isinstance(value, (int, float))
         ]
         values = [value for _, value in counted]
-        if name in ("mean", "sum") and copies is not None:
-            values = list(dict(reversed(counted)).values())  # the first rank's, of each copy
+        if name in ("mean", "sum") and replicas is not None:
+            values = list(dict(reversed(counted)).values())  # the first rank's, of each replica
         if values:
             set_at(merged, found[0][1], _reduced(name, values))
     return merged
 
 
-def copies_of(ranks: Iterable[int], workers_per_replica: int) -> list[int] | None:
-    """Return of which copy of the model each rank holds a part; None if each holds a whole copy."""
+def replicas_of(ranks: Iterable[int], workers_per_replica: int) -> list[int] | None:
+    """Return of which replica of the model each rank holds a part; None if each holds a whole one."""
     return None if workers_per_replica == 1 else [rank // workers_per_replica for rank in ranks]
 
 
@@ -204,12 +206,12 @@ class RoundMerger:
         reduce, automatic = self._reduce, {"world_size": self._world_size, "attempt": self._attempt}
         times = {rank: row[1] for rank, row in zip(*self._last_round, strict=True)}
         last = times.get(ranks[0], self._time_before_s)
-        copies = copies_of(ranks, self._workers_per_replica)
+        replicas = replicas_of(ranks, self._workers_per_replica)
         for iteration in range(self._iteration + 1, self._iteration + count + 1):
             rows = [queue.popleft() for queue in queues]
             workers = [row[2] for row in rows]
             timestamp, total, metrics = rows[0]
-            result = Result(reduce_metrics(workers, reduce, copies) if reduce else metrics, workers, ranks)
+            result = Result(reduce_metrics(workers, reduce, replicas) if reduce else metrics, workers, ranks)
             result["training_iteration"] = iteration
             result["timestamp"] = timestamp
             result["time_this_iter_s"] = total - last

@@ -90,18 +90,18 @@ class _Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig(_Checked):
-    """The devices of a training, and how a copy of the model is divided among them.
+    """The devices of a training, and how a replica of the model is divided among them.
 
     Attributes:
-        plan_ngpus: Workers that hold one copy of the model between them. What they share is decided by ``pas_policy``.
+        plan_ngpus: Workers that hold one replica of the model between them. What they share is decided by ``pas_policy``.
         runtime_ngpus: All workers; a multiple of ``plan_ngpus``. None: ``plan_ngpus``.
-        use_zero: Whether the optimizer's state is divided among the copies of the model: the engine's ``zero_stage=1``, or 2 with
-            ``zero_use_reduce_scatter``.
+        use_zero: Whether the optimizer's state is divided among the replicas of the model: the engine's ``zero_stage=1``, or 2
+            with ``zero_use_reduce_scatter``.
         zero_use_reduce_scatter: Whether gradients are divided, too.
         use_end2end: Must be true: the model's ``forward`` takes a batch and returns the loss.
         constant_folding: Without effect, since the model is not traced.
         trace_strategy: Without effect.
-        zero_ngroups: Without effect: the state is divided among all copies.
+        zero_ngroups: Without effect: the state is divided among all replicas.
         inference_only: Must be false.
         use_async_reducer: Without effect: gradients are always reduced during the backward pass.
         reducer_bucket_cap_mb: Without effect.
@@ -140,7 +140,7 @@ class ComputeConfig(_Checked):
             raise FieldError(
                 ("runtime_ngpus",),
                 f"runtime_ngpus={self.runtime_ngpus} is not a multiple of plan_ngpus={self.plan_ngpus}, the workers that hold "
-                f"one copy of the model; give {self.plan_ngpus * -(-self.num_workers // self.plan_ngpus)}.",
+                f"one replica of the model; give {self.plan_ngpus * -(-self.num_workers // self.plan_ngpus)}.",
             )
         if not self.use_end2end:
             raise FieldError(
@@ -155,8 +155,8 @@ class ComputeConfig(_Checked):
         return self.plan_ngpus if self.runtime_ngpus is None else self.runtime_ngpus
 
     @property
-    def num_copies(self) -> int:
-        """Copies of the model that take different batches."""
+    def num_replicas(self) -> int:
+        """Replicas of the model that take different batches."""
         return self.num_workers // self.plan_ngpus
 
 
@@ -292,7 +292,7 @@ class DataloaderConfig(_OfStages):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSamplerConfig(_OfStages):
-    """The sampler, which splits a dataset among the copies of the model. ``dataset``, ``num_replicas``, ``rank`` are ignored.
+    """The sampler, which splits a dataset among the replicas of the model. ``dataset``, ``num_replicas``, ``rank`` are ignored.
 
     Attributes:
         type: Makes the sampler; takes ``dataset``, ``num_replicas`` and ``rank``.
@@ -453,9 +453,9 @@ class TrainerArgs(_Checked):
         compute_config: The devices. None: one worker.
         gen_savedir: Where ``run_mode="compile"`` writes the plan.
         gen_reuse: Without effect: a plan is made in seconds, and no code is generated.
-        pas_policy: How ``plan_ngpus`` workers divide a copy of the model: ``"autodist"``: as the engine's plan chooses; ``"dp"``
-            (or ``"data"``), ``"tp"``, ``"pp"``, ``"hybrid"`` (tensor and pipeline parallel); or the full name of a function that
-            gets the `ComputeConfig` and returns fields of `raysgd.EngineConfig`.
+        pas_policy: How ``plan_ngpus`` workers divide a replica of the model: ``"autodist"``: as the engine's plan chooses;
+            ``"dp"`` (or ``"data"``), ``"tp"``, ``"pp"``, ``"hybrid"`` (tensor and pipeline parallel); or the full name of a
+            function that gets the `ComputeConfig` and returns fields of `raysgd.EngineConfig`.
         broadcast_strategy: Without effect: workers start from equal weights by themselves.
         instance_name: Without effect, but for the run's title.
         run_mode: ``"run"``, or ``"compile"``, which writes the plan, shapes and memory without training.
@@ -466,8 +466,8 @@ class TrainerArgs(_Checked):
         hook: Hooks, in a class or as functions by name.
         precision: One type for all tensors, or one each for ``param``, ``buffer`` and ``input``; ``"none"``: as they are.
         micro_batch_size: Rows of a forward pass.
-        global_batch_size: Rows of an optimizer step. None: ``micro_batch_size`` times copies and accumulation.
-        grad_accumulation_steps: Micro-batches of a copy per optimizer step. None: 1, or what ``global_batch_size`` needs.
+        global_batch_size: Rows of an optimizer step. None: ``micro_batch_size`` times replicas and accumulation.
+        grad_accumulation_steps: Micro-batches of a replica per optimizer step. None: 1, or what ``global_batch_size`` needs.
         max_epochs: Epochs to train.
         max_train_steps: Optimizer steps to train.
         max_val_steps: Batches of a validation.
@@ -555,33 +555,33 @@ class TrainerArgs(_Checked):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of an optimizer step, over all copies of the model."""
-        return self.micro_batch_size * self.compute.num_copies * self.accumulation()
+        """Rows of an optimizer step, over all replicas of the model."""
+        return self.micro_batch_size * self.compute.num_replicas * self.accumulation()
 
     def accumulation(self) -> int:
-        """Return the micro-batches of a copy per optimizer step, as nnScaler counts them.
+        """Return the micro-batches of a replica per optimizer step, as nnScaler counts them.
 
         Raises:
             FieldError: The global batch size does not divide, or the two settings do not agree.
         """
-        micro, copies, given = self.micro_batch_size, self.compute.num_copies, self.grad_accumulation_steps
+        micro, replicas, given = self.micro_batch_size, self.compute.num_replicas, self.grad_accumulation_steps
         if self.global_batch_size is None:
             return given or 1
-        if self.global_batch_size % (micro * copies):
+        if self.global_batch_size % (micro * replicas):
             compute = self.compute
             raise FieldError(
                 ("global_batch_size",),
-                f"micro_batch_size {micro} x ({compute.num_workers} / {compute.plan_ngpus}) = {micro * copies} does not divide "
-                f"global_batch_size {self.global_batch_size}: {compute.num_workers} workers (runtime_ngpus) are {copies} copies "
-                f"of the model, {compute.plan_ngpus} workers (plan_ngpus) each, and each copy takes {micro} rows at a time; give "
-                f"a multiple of {micro * copies}, or fewer workers.",
+                f"micro_batch_size {micro} x ({compute.num_workers} / {compute.plan_ngpus}) = {micro * replicas} does not divide "
+                f"global_batch_size {self.global_batch_size}: {compute.num_workers} workers (runtime_ngpus) are {replicas} "
+                f"replicas of the model, {compute.plan_ngpus} workers (plan_ngpus) each, and each replica takes {micro} rows at "
+                f"a time; give a multiple of {micro * replicas}, or fewer workers.",
             )
-        needed = self.global_batch_size // (micro * copies)
+        needed = self.global_batch_size // (micro * replicas)
         if given is not None and given != needed:
             raise FieldError(
                 ("grad_accumulation_steps",),
                 f"grad_accumulation_steps={given} does not agree with global_batch_size={self.global_batch_size}: that is "
-                f"{micro} rows x {copies} copies x {needed} micro-batches; give {needed}, or leave out one of the two.",
+                f"{micro} rows x {replicas} replicas x {needed} micro-batches; give {needed}, or leave out one of the two.",
             )
         return needed
 

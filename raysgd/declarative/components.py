@@ -91,7 +91,7 @@ def load_function(importer: Importer, name: str, field: str) -> Any:
 
 
 def seed_rows(seed: int) -> None:
-    """Seed the generators of Python and NumPy equally on the ranks of a copy of the model, as models draw from them."""
+    """Seed the generators of Python and NumPy equally on the ranks of a replica of the model, as models draw from them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
@@ -271,7 +271,7 @@ class Batches:
 
     @property
     def is_even(self) -> bool:
-        """Whether the sampler gives all copies of the model equally many batches."""
+        """Whether the sampler gives all replicas of the model equally many batches."""
         inner = self._inner
         return isinstance(inner, DataLoader) and isinstance(inner.sampler, DistributedSampler)
 

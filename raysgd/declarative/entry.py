@@ -219,7 +219,7 @@ def evaluate(
 
 
 def merge_checkpoint(checkpoint: str | os.PathLike[str], output: str | os.PathLike[str]) -> str:
-    """Write a checkpoint that ranks saved in pieces as one with whole tensors, to a folder in ``output``; return its path.
+    """Write a checkpoint that ranks saved in shards as one with whole tensors, to a folder in ``output``; return its path.
 
     Any number of workers can resume from it under any strategies, as they can from the checkpoint itself. The whole state must
     fit into the memory of this process.
@@ -295,7 +295,7 @@ class _Job:
         each = strategies.config.workers_per_replica
         workers = _check_workers(given.pop("num_workers", args.compute.num_workers))
         check_sizes(args, workers, each)
-        if isinstance(workers, tuple):  # more copies of the model would have no rows
+        if isinstance(workers, tuple):  # more replicas of the model would have no rows
             workers = workers[0], min(workers[1], args.rows_per_step // args.micro_batch_size * each)
         return Trainer(
             num_workers=workers,
@@ -397,11 +397,11 @@ def check_sizes(args: TrainerArgs, workers: Any, each: int) -> None:
     """
     low, high = workers if isinstance(workers, tuple) and len(workers) == 2 else (workers, workers)
     rows, micro = args.rows_per_step, args.micro_batch_size
-    copies = range(max(1, int(low) // each), int(min(high, rows // micro * each)) // each + 1)
-    unfit = [number for number in copies if rows % (micro * number)]
-    if not unfit and copies:
+    replicas = range(max(1, int(low) // each), int(min(high, rows // micro * each)) // each + 1)
+    unfit = [number for number in replicas if rows % (micro * number)]
+    if not unfit and replicas:
         return
-    multiple = micro * math.lcm(*(copies or [max(1, int(low) // each)]))
+    multiple = micro * math.lcm(*(replicas or [max(1, int(low) // each)]))
     raise ConfigError(
         f"trainer.num_workers {workers}: {unfit[0] * each if unfit else low} workers cannot take {rows} rows of an optimizer "
         f"step in micro-batches of {micro}; give a global_batch_size that is a multiple of {multiple}, or other numbers of "

@@ -13,7 +13,7 @@ from raysgd.errors import ConfigError
 
 @dataclass
 class AggregatedOutputs:
-    """The outputs of all micro-batches of a step, of all copies of the model.
+    """The outputs of all micro-batches of a step, of all replicas of the model.
 
     Attributes:
         loss_sum: The sum of their losses.

@@ -70,7 +70,7 @@ class TrainingLoop:
         train_status: How far it has come.
         rank: World rank.
         world_size: Workers.
-        sync_group: The process group of the copies of the model; None in a world of one.
+        sync_group: The process group of the replicas of the model; None in a world of one.
         state: A dict for hooks.
     """
 
@@ -158,7 +158,7 @@ class TrainingLoop:
         self.model, self.optimizer, self.lr_scheduler, *_ = self.engine.compose(
             model=model, optimizer=optimizer, lr_scheduler_fn=make_scheduler
         )
-        self._copies = api.data_parallel_size()
+        self._replicas = api.data_parallel_size()
         self._accumulation = self._count_accumulation()
         if self.world_size > 1:
             self.sync_group = self.engine.mesh["dp"].get_group()
@@ -180,7 +180,7 @@ class TrainingLoop:
         if stage != "train":
             try:
                 return EvaluationLoader(loader)
-            except ConfigError:  # it is not known which rows each copy reads
+            except ConfigError:  # it is not known which rows each replica reads
                 return loader
         if self.train_args.optimizer.grad_reduction != "row-mean":
             return loader
@@ -191,12 +191,12 @@ class TrainingLoop:
         return FollowedLoader(loader, on_batch, keeps_repeated=False)
 
     def _count_accumulation(self) -> int:
-        """Return the micro-batches of a copy per step; an elastic group keeps the rows of a step."""
+        """Return the micro-batches of a replica per step; an elastic group keeps the rows of a step."""
         args = self.train_args
-        accumulation, left = divmod(args.rows_per_step, args.micro_batch_size * self._copies)
+        accumulation, left = divmod(args.rows_per_step, args.micro_batch_size * self._replicas)
         if left or not accumulation:
             raise ConfigError(
-                f"{args.rows_per_step} rows of an optimizer step are not a multiple of {self._copies} copies of the model x "
+                f"{args.rows_per_step} rows of an optimizer step are not a multiple of {self._replicas} replicas of the model x "
                 f"{args.micro_batch_size} rows of a micro-batch: give a global_batch_size that is."
             )
         return accumulation
@@ -287,8 +287,8 @@ class TrainingLoop:
         if len(set(of_ranks)) > 1:
             raise ConfigError(
                 f"ranks 0 to {self.world_size - 1} have {of_ranks} micro-batches for step {self.train_status.epoch_steps} of "
-                f"epoch {self.train_status.epoch}, and all need as many: let each copy of the model read equally many rows, as "
-                "torch.utils.data.DistributedSampler does."
+                f"epoch {self.train_status.epoch}, and all need as many: let each replica of the model read equally many rows, "
+                "as torch.utils.data.DistributedSampler does."
             )
 
     @property
@@ -351,11 +351,11 @@ class TrainingLoop:
     def _aggregate_step(
         self, outputs: list[Any], losses: list[torch.Tensor], rows: list[int]
     ) -> tuple[AggregatedOutputs, float, float]:
-        """Return the outputs of all copies together, the loss as it is reported, and the rows."""
+        """Return the outputs of all replicas together, the loss as it is reported, and the rows."""
         reduction = self.train_args.optimizer.loss_reduction
         found = torch.stack(losses).double().cpu()  # one wait for the device
         of_rows = float((found * torch.tensor(rows, dtype=torch.float64)).sum())
-        sums = self._sum_over_copies([float(found.sum()), float(len(losses)), of_rows, float(sum(rows))])
+        sums = self._sum_over_replicas([float(found.sum()), float(len(losses)), of_rows, float(sum(rows))])
         aggregated = AggregatedOutputs(loss_sum=sums[0], num_batches=int(sums[1]))
         if self._aggregate is not None:
             aggregated = self._aggregate(outputs)
@@ -370,7 +370,7 @@ class TrainingLoop:
         aggregated.num_batches = number
         return aggregated, loss, sums[3]
 
-    def _sum_over_copies(self, values: list[float]) -> list[float]:
+    def _sum_over_replicas(self, values: list[float]) -> list[float]:
         if self.sync_group is None:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=device())
@@ -501,7 +501,7 @@ class TrainingLoop:
         finally:
             self.model.train()
             rank_state.restore_generators(now)
-        sums = self._sum_over_copies(total)
+        sums = self._sum_over_replicas(total)
         loss = sums[0] / max(1.0, sums[1])
         hooks.call("on_val_end", self, loss)
         return loss
@@ -512,12 +512,12 @@ class TrainingLoop:
             batch = to_device(batch, device())
         rows = loader.num_own_rows() if isinstance(loader, EvaluationLoader) else count_rows(batch)
         hooks.call("on_val_step_start", self, [batch], idx)
-        # A copy whose rows are all repeated computes them too, as sharded models need all ranks.
+        # A replica whose rows are all repeated computes them too, as sharded models need all ranks.
         output = self._forward(take_rows(batch, rows) if rows else batch)
         loss = float(find_loss(output, str(self.train_args.model.type)))
         hooks.call("on_val_step_end", self, [output], [batch], idx)
         if hooks.has("after_aggregate_val_step_outputs"):
-            sums = self._sum_over_copies([loss, 1.0, loss * rows, float(rows)])
+            sums = self._sum_over_replicas([loss, 1.0, loss * rows, float(rows)])
             aggregated = AggregatedOutputs(loss_sum=sums[0], num_batches=int(sums[1]))
             if self._aggregate is not None:
                 aggregated = self._aggregate([output])

@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = {
 _WITHOUT_EFFECT_IN_COMPUTE = {
     "constant_folding": (False, "the model is not traced into code"),
     "trace_strategy": ("cuda_run_cpu_offload", "the model is not traced into code"),
-    "zero_ngroups": (1, "the optimizer's state is divided among all copies of the model"),
+    "zero_ngroups": (1, "the optimizer's state is divided among all replicas of the model"),
     "use_async_reducer": (False, "gradients are always reduced during the backward pass"),
     "reducer_bucket_cap_mb": (None, "buckets have the sizes that reproducible sums need"),
 }
@@ -144,7 +144,7 @@ class Strategies:
 
 
 def decide(args: TrainerArgs, importer: Importer) -> Strategies:
-    """Decide about the strategies, by a plan for ``"autodist"`` with several workers for a copy, and for ``"compile"``.
+    """Decide about the strategies, by a plan for ``"autodist"`` with several workers for a replica, and for ``"compile"``.
 
     Raises:
         ConfigError: They cannot be used, or no strategy fits.
@@ -200,12 +200,10 @@ def _refuse(args: TrainerArgs, config: EngineConfig) -> str | None:
     """Return why a strategy cannot be used with these batches, or None."""
     each = config.workers_per_replica
     if args.compute.plan_ngpus % each:
-        return f"{each} workers for a copy of the model do not divide plan_ngpus {args.compute.plan_ngpus}"
-    copies = args.compute.num_workers // each
-    if args.rows_per_step % (args.micro_batch_size * copies):
-        return (
-            f"{args.rows_per_step} rows of a step are not a multiple of {copies} copies x {args.micro_batch_size} rows"
-        )
+        return f"{each} workers for a replica of the model do not divide plan_ngpus {args.compute.plan_ngpus}"
+    replicas = args.compute.num_workers // each
+    if args.rows_per_step % (args.micro_batch_size * replicas):
+        return f"{args.rows_per_step} rows of a step are not a multiple of {replicas} replicas x {args.micro_batch_size} rows"
     return None
 
 

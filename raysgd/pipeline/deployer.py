@@ -41,7 +41,7 @@ class Deployer:
     Args:
         jax_seed: The seed of all random numbers: those of the model, the order of examples, and those that ``collate_fn``
             draws from Python's and NumPy's generators.
-        n_model_shards: The number of devices that the parameters are sharded over. The other devices hold further copies of
+        n_model_shards: The number of devices that the parameters are sharded over. The other devices hold further replicas of
             the model, which take different rows of a batch.
         workdir: The folder of runs, checkpoints and evaluations; a path or URI that all workers reach. None: runs are in
             ``~/raysgd_runs``, and evaluations are not written.
@@ -373,7 +373,7 @@ def _count_devices(backend: JaxConfig, gpus_per_worker: float) -> int | None:
 
 
 def _workers_per_replica(scaling: ScalingConfig, devices: int | None, n_model_shards: int) -> int:
-    """Return how many workers hold one copy of the model, or several, between them.
+    """Return how many workers hold one replica of the model, or several, between them.
 
     Raises:
         ConfigError: The devices are not a multiple of the shards.

@@ -85,7 +85,7 @@ class Predictor:
             params: A tree of arrays, or a checkpoint of `Trainer.fit` or its path. None: the newest parameters of the Trainer
                 whose `Trainer.get_default_predictor` made this Predictor. Any other Predictor gets the parameters of a
                 checkpoint as nested dicts.
-            per_device_batch_size: Rows of a batch for each copy of the model. The last batch is filled up with copies of an
+            per_device_batch_size: Rows of a batch for each replica of the model. The last batch is filled up with copies of an
                 example, and their outputs are dropped.
             callbacks: Callbacks of the run.
 

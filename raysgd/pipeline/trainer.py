@@ -265,7 +265,7 @@ class Trainer:
                 that does not depend on the number of workers; the last batch has those that are left. Or a function
                 ``train_examples(epoch_idx)`` that returns them: every worker calls it when an epoch begins, or is resumed, and
                 all must get the same.
-            per_device_batch_size: Rows of a batch for each copy of the model. All copies together take a batch.
+            per_device_batch_size: Rows of a batch for each replica of the model. All replicas together take a batch.
             n_epochs: The number of epochs.
             eval_examples: The examples that are evaluated after each epoch.
             eval_per_device_batch_size: Rows of a batch in the evaluation. None: ``per_device_batch_size``.

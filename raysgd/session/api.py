@@ -177,7 +177,7 @@ def node_rank() -> int:
 
 
 def data_parallel_rank() -> int:
-    """Return which copy of the model this worker holds, or holds a part of; from 0.
+    """Return which replica of the model this worker holds, or holds a part of; from 0.
 
     Datasets and loaders are split by it. It is the world rank, unless ``Trainer(workers_per_replica=...)`` is given.
     """
@@ -185,7 +185,7 @@ def data_parallel_rank() -> int:
 
 
 def data_parallel_size() -> int:
-    """Return the number of copies of the model that are trained."""
+    """Return the number of replicas of the model that are trained."""
     return context.current().identity.data_parallel_size
 
 

@@ -31,12 +31,12 @@ class Identity:
 
     @property
     def data_parallel_rank(self) -> int:
-        """The copy of the model that this worker holds, or holds a part of; from 0. It decides which rows the worker reads."""
+        """The replica of the model that this worker holds, or holds a part of; from 0. It decides which rows the worker reads."""
         return self.world_rank // self.workers_per_replica
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of copies of the model."""
+        """The number of replicas of the model."""
         return self.world_size // self.workers_per_replica
 
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint that ranks saved in pieces as one part with whole arrays. In any process, without Ray."""
+"""Writes a checkpoint that ranks saved in shards as one part with whole arrays. In any process, without Ray."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Progress:
         return round((waited_s - waited_before_s) / max(now - asked_at, 1e-9), 4)
 
     def wrote(self) -> None:
-        """Note that storage has accepted a piece of a checkpoint, or is tried again; called from any thread."""
+        """Note that storage has accepted a part of a checkpoint, or is tried again; called from any thread."""
         self._wrote_at = self._clock()
 
     def heartbeat(self, *, is_inside: bool, has_gpu: bool = False) -> Heartbeat:

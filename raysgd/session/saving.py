@@ -132,7 +132,7 @@ class CheckpointWriter:
         stored_every: Checkpoints whose numbers are multiples of it go to storage.
 
     Attributes:
-        on_chunk: Called whenever a file, or a piece of one, is written to storage, in the writing thread.
+        on_chunk: Called whenever a file, or a part of one, is written to storage, in the writing thread.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ def export(
         model = AutoModelForCausalLM.from_pretrained("my-model")
 
     The folder gets ``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on with
-    ``model.safetensors.index.json``. It appears only once it is complete. Of a model that ranks saved in pieces, one tensor at
+    ``model.safetensors.index.json``. It appears only once it is complete. Of a model that ranks saved in shards, one tensor at
     a time is in memory, whatever strategies saved it. Other checkpoints are loaded whole. Names are those of the model without
     wrappers (DDP, ``torch.compile``). Tensors that share memory, as tied weights do, are written once, under the first name.
 
@@ -96,7 +96,7 @@ def export(
 
 
 def _load(checkpoint: Checkpoint, *, allow_pickle: bool) -> Any:
-    """Load a checkpoint; arrays in pieces are read later, one by one."""
+    """Load a checkpoint; arrays in shards are read later, one by one."""
     if checkpoint.path is None:
         raise CheckpointError(f"{checkpoint!r} is in memory only: export a checkpoint that was written to storage.")
     directory = Storage.from_uri(checkpoint.path)

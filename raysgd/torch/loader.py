@@ -58,8 +58,8 @@ def prepare_data_loader(
     every rank keeps each N-th item or batch. A sampler with a length may draw from Python's, NumPy's and torch's generators,
     which are seeded for it. If it yields different items on the ranks all the same, it is kept, as it takes a shard.
 
-    Ranks that hold one copy of a model between them read the same rows. Rows that are augmented with random numbers are the same
-    on all of them: Python's, NumPy's and torch's generators are seeded while a batch is read.
+    Ranks that hold one replica of a model between them read the same rows. Rows that are augmented with random numbers are the
+    same on all of them: Python's, NumPy's and torch's generators are seeded while a batch is read.
 
     Outside a worker the loader is not split; batches are moved and epochs are counted.
 
@@ -218,7 +218,7 @@ def _split_for_this_rank(
         check_no_repeats(_sampler_of(loader), shard, loader.dataset)
     batch_size = _batch_size(loader, global_batch_size, num_ranks, splits=splits)
     if session.in_worker:
-        is_shared = session.identity.workers_per_replica > 1  # then ranks of a copy need equal seeds
+        is_shared = session.identity.workers_per_replica > 1  # then ranks of a replica need equal seeds
         seeds = LoaderSeeds((session.seed or 0) if is_shared else session.seed, rank, loader.worker_init_fn)
         changes |= {"worker_init_fn": seeds, "generator": loader.generator or seeds.generator}
     if splits and not train:

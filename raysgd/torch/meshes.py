@@ -1,4 +1,4 @@
-"""`mesh`: a torch device mesh over all workers, whose axes fit the workers that hold one copy of the model. Worker side."""
+"""`mesh`: a torch device mesh over all workers, whose axes fit the workers that hold one replica of the model. Worker side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raysgd.session import context
 from raysgd.session.base import Session
 from raysgd.torch.devices import device
 
-#: The axes of every mesh, outermost first: copies of the model, stages of its layers, parts of each layer.
+#: The axes of every mesh, outermost first: replicas of the model, stages of its layers, parts of each layer.
 AXES = ("dp", "pp", "tp")
 # By session: a mesh belongs to the process group of one attempt.
 _meshes: weakref.WeakKeyDictionary[Session, dict[tuple[int, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
@@ -22,12 +22,12 @@ _meshes: weakref.WeakKeyDictionary[Session, dict[tuple[int, ...], DeviceMesh]] =
 def mesh(*, tensor_parallel: int | None = None, pipeline_parallel: int = 1) -> DeviceMesh:
     """Return the mesh of all workers, with the axes ``"dp"``, ``"pp"`` and ``"tp"``.
 
-    The workers of one copy of the model, ``Trainer(workers_per_replica=...)``, are neighbours: ranks 0 and 1 with two of them.
+    The workers of one replica of the model, ``Trainer(workers_per_replica=...)``, are neighbours: ranks 0 and 1 with two of them.
     ``mesh()["dp"]`` is what FSDP's ``fully_shard`` takes. The first call with these sizes makes process groups, so all ranks
     call it; later calls in an attempt return the same mesh. Call it in each train_func: after a failure it is another one.
 
     Args:
-        tensor_parallel: Size of the axis ``"tp"``; by default all workers of a copy that ``pipeline_parallel`` leaves.
+        tensor_parallel: Size of the axis ``"tp"``; by default all workers of a replica that ``pipeline_parallel`` leaves.
         pipeline_parallel: Size of the axis ``"pp"``.
 
     Raises:
@@ -44,7 +44,7 @@ def mesh(*, tensor_parallel: int | None = None, pipeline_parallel: int = 1) -> D
         needed = max(1, size) * pipeline_parallel
         raise ConfigError(
             f"mesh(tensor_parallel={tensor_parallel}, pipeline_parallel={pipeline_parallel}): {needed} workers would hold a "
-            f"copy of the model, and the Trainer was made with workers_per_replica={each}; give "
+            f"replica of the model, and the Trainer was made with workers_per_replica={each}; give "
             f"Trainer(..., workers_per_replica={needed}), so that data and group sizes fit."
         )
     shape = (session.identity.data_parallel_size, pipeline_parallel, size)

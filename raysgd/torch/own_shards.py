@@ -131,11 +131,11 @@ def _is_shard_by_order(sampler: Any, shard: Shard, dataset: Any) -> bool:
                 what,
             )
         return False
-    copies = [of_ranks[start : start + apart] for start in range(0, len(of_ranks), apart)]
-    is_alike_in_copies = all(len({each for each, _, _ in copy}) == 1 for copy in copies)
-    together = sum(copy[0][1] for copy in copies)
-    at_most = None if num_rows is None else num_rows + sum(copy[0][2] for copy in copies)
-    if is_alike_in_copies and at_most is not None and together <= at_most:
+    replicas = [of_ranks[start : start + apart] for start in range(0, len(of_ranks), apart)]
+    is_alike_in_replicas = all(len({each for each, _, _ in replica}) == 1 for replica in replicas)
+    together = sum(replica[0][1] for replica in replicas)
+    at_most = None if num_rows is None else num_rows + sum(replica[0][2] for replica in replicas)
+    if is_alike_in_replicas and at_most is not None and together <= at_most:
         return True
     raise ConfigError(
         f"{name} yields different orders on the ranks, of {together} rows together: prepare_data_loader cannot divide them, as "

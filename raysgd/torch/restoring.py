@@ -1,4 +1,4 @@
-"""`restore`: loads a checkpoint into models and optimizers; each rank reads the pieces that it holds. Worker side."""
+"""`restore`: loads a checkpoint into models and optimizers; each rank reads the shards that it holds. Worker side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from raysgd.checkpoint.codecs.leaves import ByteArray
 from raysgd.checkpoint.codecs.shards import ShardIndex, full_index
-from raysgd.checkpoint.codecs.torch import is_dtensor, local_pieces
+from raysgd.checkpoint.codecs.torch import is_dtensor, local_shards
 from raysgd.checkpoint.resharding import SavedArray
 from raysgd.errors import CheckpointError
 from raysgd.torch.model import unwrap
@@ -123,7 +123,7 @@ def _area(target: torch.Tensor) -> tuple[ShardIndex, ByteArray] | None:
     index = full_index(tuple(target.shape))
     if is_dtensor(target):
         held = held._local_tensor  # type: ignore[attr-defined]
-        index = next(iter(local_pieces(target)), index)
+        index = next(iter(local_shards(target)), index)
     is_plain = type(held) is torch.Tensor and held.device.type == "cpu" and held.layout == torch.strided
     if (
         not is_plain
@@ -228,14 +228,14 @@ def _placed(value: Any, target: torch.Tensor, place: str) -> Any:
     from torch.distributed.tensor import DTensor
 
     held = target.detach()._local_tensor  # type: ignore[attr-defined]
-    pieces = local_pieces(target)
-    whole = next(iter(pieces), None)
+    shards = local_shards(target)
+    whole = next(iter(shards), None)
     is_plain = held.device.type == "cpu" and held.is_contiguous()
     if isinstance(value, SavedArray) and is_plain and whole is not None and whole.shape == held.shape:
         local = _read(value, whole)  # new memory costs more than what is read into it, so there is no second copy
     else:
         local = torch.empty_like(held, dtype=value.dtype)
-        for index, where in pieces.items():
+        for index, where in shards.items():
             local[where] = _read(value, index)
     return DTensor.from_local(
         local,

@@ -289,23 +289,23 @@ class LoaderSeeds:
 
 @dataclass(frozen=True)
 class BatchSeeds:
-    """Seeds with which batches are read, for ranks that hold one copy of a model between them.
+    """Seeds with which batches are read, for ranks that hold one replica of a model between them.
 
     These ranks read the same rows. Rows, and functions that collate them, may draw from global generators, which differ between
-    ranks. While a batch is read, they are seeded by its number, so all ranks of the copy draw the same, also after a resume.
+    ranks. While a batch is read, they are seeded by its number, so all ranks of the replica draw the same, also after a resume.
 
     Attributes:
         seed: Equal on all ranks.
-        copy: The data-parallel rank.
+        replica: The data-parallel rank.
     """
 
     seed: int
-    copy: int
+    replica: int
 
     def read(self, batches: Iterator[Any], epoch: int, number: int = 0) -> Iterator[Any]:
         """Yield the batches of an epoch; ``number`` is that of the first one."""
         while True:
-            with seeded(_mix(self.seed, self.copy, epoch, number)):
+            with seeded(_mix(self.seed, self.replica, epoch, number)):
                 batch = next(batches, _END)
             if batch is _END:
                 return

@@ -55,7 +55,7 @@ class Trainer:
         gpus_per_worker: GPUs of each worker; with a fraction below 1 several workers share one.
         resources_per_worker: Further Ray resources of each worker, by name.
         placement_strategy: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``.
-        workers_per_replica: Workers that hold one copy of the model between them, as in tensor and pipeline parallelism. They
+        workers_per_replica: Workers that hold one replica of the model between them, as in tensor and pipeline parallelism. They
             have consecutive ranks and read the same rows. The group always has a multiple of them, also after failures.
         runtime_env: Ray runtime environment of the workers.
         seed: Seeds Python, NumPy and the framework, with ``seed + rank`` on each rank.
@@ -193,7 +193,7 @@ class Trainer:
             resume_from: Where to start from: a `Checkpoint`, a path, or any state that `raysgd.save_checkpoint` takes.
             reduce: Metrics to compute over all ranks, such as ``{"loss": "mean", "val/acc": "max"}``; one of ``mean sum min max
                 last first``. A nested metric is named by its keys, with ``/``. With ``workers_per_replica``, one rank of each
-                copy of the model counts in ``mean`` and ``sum``.
+                replica of the model counts in ``mean`` and ``sum``.
             returns: ``"all"`` returns the list of all ranks' values.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Every piece of Python in README and doc/ runs, each document from its top to its end in one go.
+"""Every block of Python in README and doc/ runs, each document from its top to its end in one go.
 
 A block below ``<!-- no-run: reason -->`` is only compiled.
 """

@@ -152,7 +152,7 @@ def train_sharded(config: dict[str, Any]) -> dict[str, Any]:
     model, optimizer, *_ = engine.compose(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
     saved, rank = engine.load_checkpoint(), raysgd.world_rank()
     begun_at = step = 0 if saved is None else saved["step"]
-    restored = None if saved is None else pieces_of(model, optimizer)
+    restored = None if saved is None else shards_of(model, optimizer)
     loss = None
     while step < 10:
         loss = loss_of(model, torch.arange(rank, NUM_ROWS, 2))
@@ -161,7 +161,7 @@ def train_sharded(config: dict[str, Any]) -> dict[str, Any]:
         optimizer.zero_grad()
         step += 1
         if saved is None:
-            Path(log, f"{step}-{rank}").write_text(json.dumps(pieces_of(model, optimizer)))
+            Path(log, f"{step}-{rank}").write_text(json.dumps(shards_of(model, optimizer)))
         engine.save_checkpoint(step=step)
         raysgd.report(step=step, loss=loss.detach())
         if step == 6 and rank == 1 and once(config["folder"], "died"):
@@ -186,14 +186,14 @@ def loss_of(model: Any, rows: Any) -> Any:
     return (model(x[rows]) - x[rows, :1]).square().mean()
 
 
-def pieces_of(model: Any, optimizer: Any) -> list[tuple[int, float]]:
-    """Return the numbers of elements and the sums of this rank's pieces of parameters and of the optimizer's state."""
+def shards_of(model: Any, optimizer: Any) -> list[tuple[int, float]]:
+    """Return the numbers of elements and the sums of this rank's shards of parameters and of the optimizer's state."""
     states = [value for state in optimizer.state.values() for _, value in sorted(state.items()) if value.ndim]
     local = [tensor.detach().to_local() for tensor in (*model.parameters(), *states)]
     return [(tensor.numel(), float(tensor.double().sum())) for tensor in local]
 
 
-def test_each_rank_restores_its_pieces_of_a_torch_model_from_memory(ray_cluster: Any, tmp_path: Path) -> None:
+def test_each_rank_restores_its_shards_of_a_torch_model_from_memory(ray_cluster: Any, tmp_path: Path) -> None:
     import torch
 
     model = make_network()
@@ -217,7 +217,7 @@ def test_each_rank_restores_its_pieces_of_a_torch_model_from_memory(ray_cluster:
     num_elements = 3 * sum(each.numel() for each in model.parameters())  # AdamW has two values of each
     for rank, value in enumerate(returned):
         held = json.loads(Path(tmp_path, f"{begun_at}-{rank}").read_text())
-        assert [tuple(each) for each in held] == value["restored"], f"rank {rank} has other pieces"
+        assert [tuple(each) for each in held] == value["restored"], f"rank {rank} has other shards"
         assert sum(number for number, _ in held) == num_elements // 2
     assert returned[0]["restored"] != returned[1]["restored"]
     assert list(found.values()) == pytest.approx(losses, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Groups whose workers share copies of the model: whole copies through deaths, the same rows, sharded checkpoints."""
+"""Groups whose workers share replicas of the model: whole copies through deaths, the same rows, sharded checkpoints."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def check_losses(results: list[raysgd.Result], last: raysgd.Checkpoint) -> None:
         of_copies: dict[int, dict[str, Any]] = {}
         for metrics in by_step[step].workers:
             same = of_copies.setdefault(metrics["place"], metrics)
-            assert same["rows"] == metrics["rows"], "ranks of one copy of the model read different rows"
+            assert same["rows"] == metrics["rows"], "ranks of one replica of the model read different rows"
         rows = [row for metrics in of_copies.values() for row in metrics["rows"]]
         assert len(rows) == len(set(rows)) == BATCH
         x = torch.from_numpy(ROWS[rows])

@@ -238,5 +238,5 @@ def test_output_on_another_node_is_read_through_the_cluster(
     run = str(commands.folder / "runs" / NAME / "run_001")
     here = commands("logs", run)
     monkeypatch.setattr(logs.socket, "gethostname", lambda: "elsewhere")
-    monkeypatch.setattr(logs, "_CHUNK_BYTES", 10)  # it is read in many pieces
+    monkeypatch.setattr(logs, "_CHUNK_BYTES", 10)  # it is read in many chunks
     assert commands("logs", run) == here

@@ -132,7 +132,7 @@ def test_four_epochs_equal_two_and_two_to_the_bit(tmp_path: Path, engine: dict[s
             return found, trainer.get_last_checkpoint()
 
         whole, at_end = run()
-        # Each rank saves its pieces, and any number of ranks can load them.
+        # Each rank saves its shards, and any number of ranks can load them.
         assert json.loads((Path(str(at_end.path)) / "manifest.json").read_text())["is_reshardable"]
         for steps in (2 * STEPS, STEPS + 2):
             _, half = run(max_train_steps=steps)
@@ -236,7 +236,7 @@ def test_reductions_and_validation_are_over_all_ranks(tmp_path: Path) -> None:
 
 
 def test_rows_are_counted_alike_by_a_pipeline(tmp_path: Path) -> None:
-    """Two copies of the model, of two stages each, have 5 rows in batches of 2: the second repeats one."""
+    """Two replicas of the model, of two stages each, have 5 rows in batches of 2: the second repeats one."""
     kind = "gpt2"
     values = {
         "model": {"type": "support.engine_models.build", "args": {"kind": kind}},

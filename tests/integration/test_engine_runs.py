@@ -140,7 +140,7 @@ class TestStrategiesInWarmWorkers:
             first = len(losses)
             results = run_in(trainer, strategies, first + NUM_STEPS, checkpoint)
             assert {result["first"] for result in results} == {first}
-            assert {result["rows"] for result in results} == {8}, "each copy of the model counts once"
+            assert {result["rows"] for result in results} == {8}, "each replica of the model counts once"
             losses += [result["loss"] for result in results]
             assert losses == pytest.approx(expected[: len(losses)], rel=1e-5), strategies
             checkpoint = trainer.get_last_checkpoint()
@@ -155,7 +155,7 @@ class TestStrategiesInWarmWorkers:
         assert float(plain(**batch(KIND, 0, is_even=True)).loss.detach()) < expected[0]
 
     def test_template_trains_alike_whatever_holds_a_copy_of_the_model(self, trainers: WarmTrainers) -> None:
-        """Its loaders are split by copies of the model: two in each of the runs."""
+        """Its loaders are split by replicas of the model: two in each of the runs."""
         found = []
         for num_workers, strategies in ((2, {}), (4, {"tensor_parallel": 2}), (4, {"pipeline_parallel": 2})):
             stream = trainers.get(num_workers, strategies).run_generator(

@@ -100,7 +100,7 @@ def checkpoint(trainer: raysgd.Trainer) -> raysgd.Checkpoint:
     return found
 
 
-def test_each_distinct_piece_is_written_once(checkpoint: raysgd.Checkpoint) -> None:
+def test_each_distinct_shard_is_written_once(checkpoint: raysgd.Checkpoint) -> None:
     sizes, owners = [], []
     for rank in (0, 1):
         head = Path(str(checkpoint.path), f"a0001-r{rank:05d}.safetensors").read_bytes()
@@ -109,7 +109,7 @@ def test_each_distinct_piece_is_written_once(checkpoint: raysgd.Checkpoint) -> N
         sizes += [end - begin for begin, end in offsets]
         owners.append(len(offsets))
     assert sum(sizes) == sum(value.nbytes for value in numbers().values()) + 4
-    assert len(sizes) == 4 + 2 + 4 + 1 + 1 and min(owners) >= 4  # w and f in four pieces, h in two
+    assert len(sizes) == 4 + 2 + 4 + 1 + 1 and min(owners) >= 4  # w and f in four shards, h in two
 
 
 def test_driver_gets_whole_arrays(checkpoint: raysgd.Checkpoint) -> None:

@@ -154,7 +154,7 @@ def parameters(
     schedule: str | None = None,
     **options: Any,
 ) -> list[str]:
-    """Return what is wrong with the parameters: their types, their values, and the boxes of their pieces."""
+    """Return what is wrong with the parameters: their types, their values, and the boxes of their shards."""
     model, _ = prepare(kind, shape, sequence_parallel, data_parallel, **options)
     expected = dict(build(kind, **options).named_parameters())
     wrong = []

@@ -101,7 +101,7 @@ class Draws(Dataset[Any]):
 
 
 def check_augmented_alike(seed: int | None, num_workers: int) -> None:
-    """Check that the ranks of a copy of the model draw the same numbers for a row, and no others do."""
+    """Check that the ranks of a replica of the model draw the same numbers for a row, and no others do."""
     draws = []
     with worlds() as world:
         for rank in range(4):

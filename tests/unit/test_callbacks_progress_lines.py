@@ -46,15 +46,15 @@ def test_a_line_is_one_write_so_that_prints_of_the_program_do_not_break_it(tmp_p
     class Terminal(io.StringIO):
         def __init__(self) -> None:
             super().__init__()
-            self.pieces: list[str] = []
+            self.texts: list[str] = []
 
         def write(self, text: str) -> int:
-            self.pieces += [text] if text else []
+            self.texts += [text] if text else []
             return len(text)
 
     terminal = Terminal()
     LinesDisplay(make_info(tmp_path / "digits"), terminal).start()
-    assert [piece[-1] for piece in terminal.pieces] == ["\n"]
+    assert [text[-1] for text in terminal.texts] == ["\n"]
 
 
 def test_slow_results_are_shown_one_by_one(played: Played) -> None:

@@ -23,7 +23,7 @@ import raysgd
 from raysgd.backends import torch_groups
 from raysgd.checkpoint.checkpoint import load_state
 from raysgd.checkpoint.codecs.shards import ShardIndex, ShardWriter, find_tiling_error
-from raysgd.checkpoint.codecs.torch import local_pieces
+from raysgd.checkpoint.codecs.torch import local_shards
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.resharding import SavedArray
 from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
@@ -106,18 +106,18 @@ def values_of(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
 
 @given(data=st.data(), shape=st.lists(st.integers(0, 7), max_size=3))
 @settings(max_examples=60, deadline=None)
-def test_pieces_say_where_the_elements_of_each_rank_lie(data: st.DataObject, shape: list[int]) -> None:
+def test_shards_say_where_the_elements_of_each_rank_lie(data: st.DataObject, shape: list[int]) -> None:
     mesh_shape, placements = data.draw(layouts(len(shape)))
     whole = values_of(torch.int64, shape)
     held: list[ShardIndex] = []
     for rank in range(math.prod(mesh_shape)):
         with rank_of(mesh_shape, rank) as mesh:
             tensor = spread(whole, mesh, placements)
-            pieces = local_pieces(tensor)
-            for index, where in pieces.items():
+            shards = local_shards(tensor)
+            for index, where in shards.items():
                 assert torch.equal(whole[index.slices()] if shape else whole, tensor.to_local()[where])
-            assert sum(index.size for index in pieces) == tensor.to_local().numel()
-            held += pieces
+            assert sum(index.size for index in shards) == tensor.to_local().numel()
+            held += shards
     assert find_tiling_error(shape, list(set(held))) is None
 
 

@@ -64,7 +64,7 @@ def damage(folder: Path, number: int) -> Path:
     return path
 
 
-def save_in_pieces(folder: Path, states: list[dict[str, object]], *, is_reshardable: bool = True) -> Path:
+def save_in_shards(folder: Path, states: list[dict[str, object]], *, is_reshardable: bool = True) -> Path:
     """Write checkpoint 7 of ranks that each have a part."""
     store = CheckpointStore(Storage.from_uri(folder))
     parts = {}
@@ -162,7 +162,7 @@ def test_merge_writes_whole_arrays_in_one_part(run: Run, tmp_path: Path, group: 
 
     whole = torch.arange(12.0).reshape(4, 3)
     sharded = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
-    place = save_in_pieces(tmp_path / "pieces", [{"model": {"w": sharded}, "step": 5}])
+    place = save_in_shards(tmp_path / "shards", [{"model": {"w": sharded}, "step": 5}])
     status, out, err = run("merge", str(place), "merged")
     assert (status, out, err) == (0, f"{tmp_path}/merged/checkpoint_000007\n", "")
     merged = Checkpoint.from_path(out.strip())
@@ -177,7 +177,7 @@ def test_merge_writes_whole_arrays_in_one_part(run: Run, tmp_path: Path, group: 
 
 
 def test_merge_refuses_what_one_part_cannot_hold(run: Run, tmp_path: Path) -> None:
-    place = save_in_pieces(tmp_path / "pieces", [{"rank": 0}, {"rank": 1}], is_reshardable=False)
+    place = save_in_shards(tmp_path / "shards", [{"rank": 0}, {"rank": 1}], is_reshardable=False)
     status, _, err = run("merge", str(place), "merged")
     assert status == 2 and "its ranks saved different values" in err
     (tmp_path / "mine").mkdir()

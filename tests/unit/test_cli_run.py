@@ -106,7 +106,7 @@ def test_unusable_flag_is_refused(words: list[str], text: str) -> None:
         (["--working-dir", "missing"], "--working-dir missing: there is no such folder."),
         (["--working-dir", str(Path(__file__).parent)], "does not contain the script"),
         (["--engine.zero-stage", "9"], "zero_stage=9"),
-        (["--engine.tensor-parallel", "2"], "--num-workers: 1 workers do not hold whole copies of the model"),
+        (["--engine.tensor-parallel", "2"], "--num-workers: 1 workers do not hold whole replicas of the model"),
         (["--engine.tensor-parallel", "2", "--num-workers", "2:3"], "give 4 in place of 3."),
         (["--engine.precison", "bf16"], "did you mean '--engine.precision'?"),
     ],

@@ -54,7 +54,7 @@ def numbers(pending: PendingCheckpoints) -> list[int]:
     ("unsharded_digest", "is_reshardable"),
     [(("a", "a"), True), (("a", "b"), False), (("a", None), False), ((None, None), False)],
 )
-def test_parts_that_differ_only_in_array_pieces_are_reshardable(
+def test_parts_that_differ_only_in_array_shards_are_reshardable(
     unsharded_digest: tuple[str | None, str | None], is_reshardable: bool
 ) -> None:
     pending = pending_checkpoints()

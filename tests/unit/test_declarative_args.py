@@ -151,7 +151,7 @@ def test_the_documents_example_is_refused_with_its_arithmetic(document: Path) ->
 
 def test_with_four_workers_the_documents_example_is_accepted(document: Path) -> None:
     args = load_args(document, ["--compute_config.runtime_ngpus", "4"])
-    assert (args.accumulation(), args.rows_per_step, args.compute.num_copies) == (4, 8, 1)
+    assert (args.accumulation(), args.rows_per_step, args.compute.num_replicas) == (4, 8, 1)
 
 
 def test_a_file_and_python_make_the_same(document: Path) -> None:
@@ -219,7 +219,10 @@ def test_entries_of_a_list_are_overridden_by_number(document: Path) -> None:
         (["--max_epochs!", "--max_train_steps!"], "max_epochs: neither max_epochs nor max_train_steps"),
         (["--max_epoch!"], r"--max_epoch!: max_epoch is not set, .*did you mean 'max_epochs'"),
         (["junk"], "'junk' is neither a flag nor the value of one"),
-        (["--grad_accumulation_steps", "3"], "does not agree with global_batch_size=8: that is 2 rows x 1 copies x 4"),
+        (
+            ["--grad_accumulation_steps", "3"],
+            "does not agree with global_batch_size=8: that is 2 rows x 1 replicas x 4",
+        ),
         (["--compute_config.use_end2end=false"], "compute_config.use_end2end: use_end2end must be true"),
         (["--compute_config.plan_ngpus", "3"], r"runtime_ngpus=4 is not a multiple of plan_ngpus=3"),
         (["--checkpoint.every_n_epochs", "1"], "every_n_train_steps and every_n_epochs are both given"),

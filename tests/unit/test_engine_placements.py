@@ -39,9 +39,9 @@ def test_boxes_are_what_tensor_parallelism_and_then_fsdp_cut(
     for dp_rank in range(dp):
         for tp_rank in range(tp):
             own = torch.cat([part.chunk(tp)[tp_rank] for part in fused.chunk(parts)])
-            pieces = own.chunk(dp, 0 if is_same_dim else 1)
+            shards = own.chunk(dp, 0 if is_same_dim else 1)
             found = rebuilt(fused, (dp, tp), (dp_rank, tp_rank), [of_dp, of_tp])
-            expected = pieces[dp_rank] if dp_rank < len(pieces) else own[:0]
+            expected = shards[dp_rank] if dp_rank < len(shards) else own[:0]
             assert found.numel() == expected.numel() == 0 or torch.equal(found, expected)
 
 

@@ -74,7 +74,7 @@ def test_unreadable_source_raises(tmp_path: Path, source: Path, monkeypatch: pyt
     assert saver.events == []
 
 
-def test_each_try_and_each_piece_written_is_progress(tmp_path: Path) -> None:
+def test_each_try_and_each_part_written_is_progress(tmp_path: Path) -> None:
     failures: list[OSError] = []
     num_failures_seen: list[int] = []
 

@@ -6,7 +6,7 @@ What loading returns:
     - A tensor object at two places is one object again. Two tensors over exactly the same memory (same address, dtype,
       shape and strides, as ``state_dict()`` gives for tied weights) share memory again. Tensors that overlap only
       partly are stored separately.
-    - A DTensor is saved by every rank as the pieces that it holds, and loaded as a `raysgd.SavedArray`, or in a driver as the
+    - A DTensor is saved by every rank as the shards that it holds, and loaded as a `raysgd.SavedArray`, or in a driver as the
       whole tensor. `raysgd.torch.restore` makes DTensors again.
 
 This module is imported only where torch is in use, and imports torch on the first value.
@@ -207,17 +207,17 @@ def _encode_dtensor(encoder: Any, tensor: Any) -> Json:
         if tensor.device_mesh.size() > 1:
             raise CheckpointError(
                 f"{encoder.where()} is distributed over the ranks of a mesh: call save_checkpoint(..., all_ranks=True) on all "
-                "ranks, so that each saves the pieces that it holds"
+                "ranks, so that each saves the shards that it holds"
             )
         return _encode_dense(encoder, local)
-    pieces = local_pieces(tensor) if _writes(tensor) else {}
+    shards = local_shards(tensor) if _writes(tensor) else {}
     path = [*encoder.path, "shard"]
-    names = {index: encoder.add_leaf(_leaf(encoder, path, local[where])) for index, where in pieces.items()}
+    names = {index: encoder.add_leaf(_leaf(encoder, path, local[where])) for index, where in shards.items()}
     return encoder.shards.add(encoder.path, f"torch.{_name(tensor.dtype)}", tensor.shape, names)
 
 
 def _writes(tensor: Any) -> bool:
-    """Whether this rank saves its pieces: of several ranks that hold the same ones, only the first does.
+    """Whether this rank saves its shards: of several ranks that hold the same ones, only the first does.
 
     A tensor on a part of a mesh, such as its axis of tensor parallelism, is held once for each place on the other axes; but
     for an axis "pp", whose ranks hold different layers.
@@ -236,7 +236,7 @@ def _writes(tensor: Any) -> bool:
     return all(place == 0 or is_once for place, is_once in zip(coordinate, held_once, strict=True))
 
 
-def local_pieces(tensor: Any) -> dict[ShardIndex, tuple[slice, ...]]:
+def local_shards(tensor: Any) -> dict[ShardIndex, tuple[slice, ...]]:
     """Return which elements of a DTensor this rank holds: slices of its local tensor, by their place in the whole tensor.
 
     There are several only if a rank's elements are not one block, as under tensor parallelism below FSDP when the sizes do
@@ -254,12 +254,12 @@ def local_pieces(tensor: Any) -> dict[ShardIndex, tuple[slice, ...]]:
                 chunks, _ = placement._split_tensor(indices, mesh.size(axis), with_padding=False, contiguous=False)
                 indices = chunks[coordinate[axis]]
         runs.append(_runs(indices.flatten().numpy()))
-    pieces = {}
+    shards = {}
     for spans in itertools.product(*runs):
         index = ShardIndex(tuple(begin for begin, _, _ in spans), tuple(end for _, end, _ in spans))
         if index.size:
-            pieces[index] = tuple(slice(at, at + end - begin) for begin, end, at in spans)
-    return pieces
+            shards[index] = tuple(slice(at, at + end - begin) for begin, end, at in spans)
+    return shards
 
 
 def _runs(indices: Any) -> list[tuple[int, int, int]]:

@@ -252,7 +252,7 @@ def _newest_round(folder: Storage, sequence: Sequence[Frame], reduce: Mapping[st
     from raysgd._util.json import decode_rows
     from raysgd.controller import frames
     from raysgd.controller.journal.journal import last_reports
-    from raysgd.controller.rounds import copies_of, reduce_metrics
+    from raysgd.controller.rounds import reduce_metrics, replicas_of
 
     attempts = [frame for frame in sequence if frame.kind == frames.ATTEMPT]
     if not attempts:
@@ -274,8 +274,8 @@ def _newest_round(folder: Storage, sequence: Sequence[Frame], reduce: Mapping[st
     for rank in range(size):
         reports = next(each for each in tail[rank] if each.data["first"] < count)
         rows.append(decode_rows(reports.rows)[count - 1 - reports.data["first"]])
-    copies = copies_of(range(size), attempt.data.get("workers_per_replica", 1))
-    metrics = reduce_metrics([row[2] for row in rows], reduce, copies)
+    replicas = replicas_of(range(size), attempt.data.get("workers_per_replica", 1))
+    metrics = reduce_metrics([row[2] for row in rows], reduce, replicas)
     automatic = {"training_iteration": attempt.data["iterations_before"] + count, "timestamp": rows[0][0]}
     return {**metrics, **automatic, "time_total_s": rows[0][1], "world_size": size, "attempt": number}
 

@@ -48,7 +48,7 @@ _OF_RAY = re.compile(r":(?:actor_name|task_name|job_id):.*")
 
 
 @dataclass(frozen=True)
-class Piece:
+class Part:
     """The part of a file that a rank printed in one attempt.
 
     Attributes:
@@ -72,10 +72,10 @@ class GoneError(Exception):
     """A file, or its node, is gone."""
 
 
-def find_pieces(events: Sequence[Event]) -> list[Piece]:
-    """Return the pieces of a run's output, in the order of attempts and ranks, from its events."""
+def find_parts(events: Sequence[Event]) -> list[Part]:
+    """Return the parts of a run's output, in the order of attempts and ranks, from its events."""
     nodes: dict[int, Mapping[str, Any]] = {}
-    found: dict[tuple[int, int, str], Piece] = {}
+    found: dict[tuple[int, int, str], Part] = {}
     for event in events:
         data = event.data
         if event.kind == "worker_up":
@@ -88,7 +88,7 @@ def find_pieces(events: Sequence[Event]) -> list[Piece]:
                         found[key] = replace(found[key], end=size)
                     continue
                 node = nodes.get(data["rank"], {})
-                found[key] = Piece(*key, node.get("node", "?"), node.get("node_id", ""), path, size)
+                found[key] = Part(*key, node.get("node", "?"), node.get("node_id", ""), path, size)
     return [found[key] for key in sorted(found)]
 
 
@@ -117,39 +117,39 @@ class Reader:
         self._address = address
         self._read_there: Any = None
 
-    def read(self, piece: Piece, begin: int) -> bytes:
-        """Return what is in a piece from ``begin`` on; empty if there is no more.
+    def read(self, part: Part, begin: int) -> bytes:
+        """Return what is in a part from ``begin`` on; empty if there is no more.
 
         Raises:
             GoneError: The file or its node is gone.
         """
-        is_here = piece.node.partition(" ")[0] == socket.gethostname()
-        data = read_part(piece.path, begin, piece.end) if is_here else self._read_on_node(piece, begin)
+        is_here = part.node.partition(" ")[0] == socket.gethostname()
+        data = read_part(part.path, begin, part.end) if is_here else self._read_on_node(part, begin)
         if data is None:
-            raise GoneError(f"{piece.path} on {piece.node} is gone: Ray removed it, or its node was started again")
+            raise GoneError(f"{part.path} on {part.node} is gone: Ray removed it, or its node was started again")
         return data
 
-    def _read_on_node(self, piece: Piece, begin: int) -> bytes | None:
+    def _read_on_node(self, part: Part, begin: int) -> bytes | None:
         if self._read_there is None and cluster.connect(self._address) is None:
-            raise GoneError(f"{piece.path} is on {piece.node}, and there is no cluster to ask for it")
+            raise GoneError(f"{part.path} is on {part.node}, and there is no cluster to ask for it")
         import ray
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if self._read_there is None:
             self._read_there = ray.remote(num_cpus=0, max_retries=0)(read_part)
-        if piece.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
-            raise GoneError(f"{piece.path} is on {piece.node}, which is not in the cluster any more")
-        task = self._read_there.options(scheduling_strategy=NodeAffinitySchedulingStrategy(piece.node_id, soft=False))
+        if part.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+            raise GoneError(f"{part.path} is on {part.node}, which is not in the cluster any more")
+        task = self._read_there.options(scheduling_strategy=NodeAffinitySchedulingStrategy(part.node_id, soft=False))
         try:
-            data: bytes | None = ray.get(task.remote(piece.path, begin, piece.end), timeout=_NODE_TIMEOUT_S)
+            data: bytes | None = ray.get(task.remote(part.path, begin, part.end), timeout=_NODE_TIMEOUT_S)
         except RayError as error:
-            raise GoneError(f"{piece.path} cannot be read on {piece.node}: {type(error).__name__}") from None
+            raise GoneError(f"{part.path} cannot be read on {part.node}: {type(error).__name__}") from None
         return data
 
 
 class Lines:
-    """Cuts the output of pieces into lines, and remembers how far each was read.
+    """Cuts the output of parts into lines, and remembers how far each was read.
 
     Args:
         reader: Reads the files.
@@ -161,13 +161,13 @@ class Lines:
         self._unfinished: dict[tuple[int, int, str], bytes] = {}
         self.gone: dict[str, None] = {}
 
-    def take(self, piece: Piece, *, is_last: bool) -> Iterator[str]:
-        """Yield the new lines of a piece; ``is_last``: also an unfinished one."""
-        key = (piece.attempt, piece.rank, piece.stream)
+    def take(self, part: Part, *, is_last: bool) -> Iterator[str]:
+        """Yield the new lines of a part; ``is_last``: also an unfinished one."""
+        key = (part.attempt, part.rank, part.stream)
         while True:
-            place = self._place.get(key, piece.begin)
+            place = self._place.get(key, part.begin)
             try:
-                data = self._reader.read(piece, place)
+                data = self._reader.read(part, place)
             except GoneError as error:
                 self.gone[str(error)] = None
                 return
@@ -219,25 +219,25 @@ def command(
 
     asked = {"rank": rank, "stream": stream, "attempt": attempt}
 
-    def find(events: Sequence[Event]) -> list[Piece]:
+    def find(events: Sequence[Event]) -> list[Part]:
         return [
             one
-            for one in find_pieces(events)
+            for one in find_parts(events)
             if all(value in (None, getattr(one, name)) for name, value in asked.items())
         ]
 
     events = read_events(folder)
-    pieces = find(events)
-    if not pieces and (not follow or _is_over(events)):
+    parts = find(events)
+    if not parts and (not follow or _is_over(events)):
         raise ConfigError(_explain_nothing(run, events, asked))
     show = _show_json if as_json else _Shower(is_single=rank is not None)
     lines = Lines(Reader(address))
     if follow:
         _follow(folder, lines, show, find)
     else:
-        for piece in pieces:
-            for line in lines.take(piece, is_last=True):
-                show(piece, line)
+        for part in parts:
+            for line in lines.take(part, is_last=True):
+                show(part, line)
     for problem in lines.gone:
         print_error(f"raysgd logs: {problem}.")
     return FAILED if lines.gone else SUCCEEDED
@@ -246,16 +246,16 @@ def command(
 def _follow(
     folder: Storage,
     lines: Lines,
-    show: Callable[[Piece, str], None],
-    find: Callable[[Sequence[Event]], list[Piece]],
+    show: Callable[[Part, str], None],
+    find: Callable[[Sequence[Event]], list[Part]],
 ) -> None:
     """Show lines as they come, until the run has ended."""
     while True:
         events = read_events(folder)
         is_over = _is_over(events)
-        for piece in find(events):
-            for line in lines.take(piece, is_last=is_over or piece.end is not None):
-                show(piece, line)
+        for part in find(events):
+            for line in lines.take(part, is_last=is_over or part.end is not None):
+                show(part, line)
         if is_over:
             return
         time.sleep(_INTERVAL_S)
@@ -273,8 +273,8 @@ def _explain_nothing(run: str, events: Sequence[Event], asked: Mapping[str, Any]
             f"the files of {run} do not say where its output is: no worker has entered train_func, or the workers ran on a "
             "system other than Linux, or with an earlier version of raysgd."
         )
-    pieces = find_pieces(events)
-    ranks, attempts = (sorted({getattr(piece, name) for piece in pieces}) for name in ("rank", "attempt"))
+    parts = find_parts(events)
+    ranks, attempts = (sorted({getattr(part, name) for part in parts}) for name in ("rank", "attempt"))
     flags = " ".join(f"--{name} {value}" for name, value in asked.items() if value is not None)
     return f"{run} has no output of {flags}; it has ranks {ranks} and attempts {attempts}."
 
@@ -288,13 +288,13 @@ class _Shower:
         self._is_single = is_single
         self._has_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
-    def __call__(self, piece: Piece, line: str) -> None:
-        head = f"(rank {piece.rank}{', stderr' * (piece.stream == 'stderr')}) "
+    def __call__(self, part: Part, line: str) -> None:
+        head = f"(rank {part.rank}{', stderr' * (part.stream == 'stderr')}) "
         if self._has_colours:
-            head = click.style(head, fg=self._COLOURS[piece.rank % len(self._COLOURS)])
+            head = click.style(head, fg=self._COLOURS[part.rank % len(self._COLOURS)])
         print(line if self._is_single else head + line, flush=True)
 
 
-def _show_json(piece: Piece, line: str) -> None:
-    fields = {"attempt": piece.attempt, "rank": piece.rank, "stream": piece.stream, "line": line}
+def _show_json(part: Part, line: str) -> None:
+    fields = {"attempt": part.attempt, "rank": part.rank, "stream": part.stream, "line": line}
     print_json(fields, is_line=True)

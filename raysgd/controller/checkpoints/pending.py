@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from raysgd.checkpoint.format.manifest import Manifest
-from raysgd.controller.rounds import Reduce, copies_of, reduce_metrics
+from raysgd.controller.rounds import Reduce, reduce_metrics, replicas_of
 from raysgd.controller.run_plan import Start
 from raysgd.data.order.position import check_agreement
 from raysgd.errors import CheckpointError
@@ -71,7 +71,7 @@ class PendingCheckpoints:
         first_number: Number of the checkpoint that the first save makes.
         start: Where the attempt starts.
         reduce: How metrics of a checkpoint are made from those of all ranks.
-        workers_per_replica: Ranks that hold one copy of the model between them; `reduce` counts copies.
+        workers_per_replica: Ranks that hold one replica of the model between them; `reduce` counts replicas.
     """
 
     def __init__(
@@ -217,8 +217,8 @@ class PendingCheckpoints:
 
     def _reduced(self, by_rank: dict[int, bytes | None]) -> dict[str, Any] | None:
         metrics = {rank: json.loads(given) for rank, given in sorted(by_rank.items()) if given is not None}
-        copies = copies_of(metrics, self._workers_per_replica)
-        return reduce_metrics(list(metrics.values()), self._reduce, copies) if metrics else None
+        replicas = replicas_of(metrics, self._workers_per_replica)
+        return reduce_metrics(list(metrics.values()), self._reduce, replicas) if metrics else None
 
     def _find_different_arguments(self, event: Saved, pending: _Pending) -> str | None:
         for name in ("all_ranks", "is_files"):

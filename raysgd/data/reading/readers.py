@@ -21,7 +21,7 @@ from raysgd.errors import ConfigError
 Fetch = Callable[[Any], Any]
 Arrays = dict[str, NDArray[Any]]
 #: A block's number, the wanted rows of it, and their indices in the batch (None: one after the other).
-_Piece = tuple[int, Indices, NDArray[np.int64] | None]
+_BlockRows = tuple[int, Indices, NDArray[np.int64] | None]
 #: Lists of steps, each as ``(rows of this rank, end of the step)``.
 Steps = Iterator[list[tuple[Indices, int]]]
 
@@ -185,8 +185,8 @@ class TableReader:
 
     def arrays(self, rows: Indices, columns: Sequence[str], *, dense: bool = False) -> Arrays:
         """Return a NumPy array per column. A range of rows of one block is a read-only view. For ``dense`` see `Column`."""
-        pieces = self._pieces(rows)
-        return {column: self._array(pieces, len(rows), column, dense) for column in columns}
+        located = self._locate(rows)
+        return {column: self._array(located, len(rows), column, dense) for column in columns}
 
     def table(self, rows: Indices, columns: Sequence[str]) -> Any:
         """Return a `pyarrow.Table`. A range of rows refers to the blocks' memory."""
@@ -194,7 +194,7 @@ class TableReader:
             arrays = self.arrays(rows, columns)
             return pa.table({column: self._as_arrow(column, array) for column, array in arrays.items()})
         parts, places = [], []
-        for number, wanted, at in self._pieces(rows):
+        for number, wanted, at in self._locate(rows):
             block = self._blocks.get(number).select(columns)
             for column in columns:
                 self._check_type(number, block, column)
@@ -256,15 +256,15 @@ class TableReader:
             return column.to_pandas(types_mapper=lambda _: pd.api.types.pandas_dtype(name))
         return column.to_pandas()
 
-    def _array(self, pieces: list[_Piece], num_rows: int, column: str, dense: bool) -> NDArray[Any]:
-        taken = [self._column(number, column).take(rows, dense=dense) for number, rows, _ in pieces]
+    def _array(self, located: list[_BlockRows], num_rows: int, column: str, dense: bool) -> NDArray[Any]:
+        taken = [self._column(number, column).take(rows, dense=dense) for number, rows, _ in located]
         if len(taken) == 1:
             return taken[0]
         self._check_same_type(taken, column)
-        if pieces[0][2] is None:
+        if located[0][2] is None:
             return np.concatenate(taken)
         whole = np.empty((num_rows, *taken[0].shape[1:]), taken[0].dtype)
-        for part, (_, _, at) in zip(taken, pieces, strict=True):
+        for part, (_, _, at) in zip(taken, located, strict=True):
             whole[at] = part
         return whole
 
@@ -276,7 +276,7 @@ class TableReader:
                 f"{describe_column(self._name, column)} has rows of {listed} in one batch; give all rows one type and shape."
             )
 
-    def _pieces(self, rows: Indices) -> list[_Piece]:
+    def _locate(self, rows: Indices) -> list[_BlockRows]:
         """Return which rows of which blocks make up the batch."""
         if not len(rows):
             sample = self._stored_rows(range(self.sample_row(), self.sample_row() + 1))[0] if len(self._ends) else 0
@@ -298,9 +298,9 @@ class TableReader:
         """Return rows of the whole dataset, by rows of the subset that is read."""
         return rows if self._selected_rows is None else self._selected_rows(rows)
 
-    def _spans(self, rows: range) -> list[_Piece]:
+    def _spans(self, rows: range) -> list[_BlockRows]:
         first, last = np.searchsorted(self._ends, [rows.start, rows.stop - 1], side="right").tolist()
-        spans: list[_Piece] = []
+        spans: list[_BlockRows] = []
         for number in range(first, last + 1):
             start, stop = self._start(number), int(self._ends[number])
             spans.append((number, range(max(rows.start, start) - start, min(rows.stop, stop) - start), None))

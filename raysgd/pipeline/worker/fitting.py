@@ -141,13 +141,13 @@ class Fitting:
                 dataset, predictor["collate_fn"], self._pred_steps, eval_rows, seed=seed, pads=True
             )
 
-    def _warn_of_rows(self, rows: int, num_copies: int) -> None:
-        if rows % num_copies and self._is_first:
+    def _warn_of_rows(self, rows: int, num_replicas: int) -> None:
+        if rows % num_replicas and self._is_first:
             get_logger().warning(
                 "%d rows of a batch do not divide by the %d data-parallel devices of this group, so each device computes all "
                 "rows. Give a per_device_batch_size of which every size of the group divides the batch.",
                 rows,
-                num_copies,
+                num_replicas,
             )
 
     def _start(self) -> bool:

@@ -19,7 +19,7 @@ EXAMPLES = "examples"
 
 
 def rows_on_all_devices(per_device: int, settings: TaskSettings, num_workers: int) -> int:
-    """Return the rows of a batch on all devices of so many workers: each copy of the model takes ``per_device`` rows."""
+    """Return the rows of a batch on all devices of so many workers: each replica of the model takes ``per_device`` rows."""
     num_devices: int = num_workers * jax.local_device_count()
     return per_device * (num_devices // settings.n_model_shards)
 
