@@ -71,7 +71,7 @@ class Unit:
         inputs: The region's arguments that come from outside: hidden states, and then those of another stack.
         weights: Where the region's outputs have the attention's weights; None if there are none.
         local: The attributes that count heads or features in the region's forward pass.
-        own_dropouts: Dropouts inside of a unit that is no region.
+        own_dropouts: Dropouts inside of a unit without a region.
         summed: Layers inside of the unit that all ranks have, and whose gradients are those of a rank's own heads.
         head_embeddings: Embeddings with a column for each head.
         is_multihead: Whether the unit is an ``nn.MultiheadAttention``, which holds its weights itself.
