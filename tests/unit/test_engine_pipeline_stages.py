@@ -141,7 +141,7 @@ def test_model_that_computes_between_rows_is_refused() -> None:
     ("change", "message"),
     [
         ({"loss_function": lambda **_: None}, "loss_function is one of your own"),
-        ({"forward": None}, "it is no model of transformers, or has another forward pass"),
+        ({"forward": None}, "it is not a model of transformers, or has another forward pass"),
     ],
 )
 def test_loss_that_is_not_known_is_refused(change: dict[str, Any], message: str) -> None:
