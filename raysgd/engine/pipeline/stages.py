@@ -226,7 +226,7 @@ def _read_stacks(model: nn.Module) -> tuple[Stack, ...]:
     """Return the stacks of a model, by transformers' plan or our own."""
     config, base = getattr(model, "config", None), getattr(model, "base_model", None)
     if base is None or not type(model).forward.__module__.startswith("transformers."):
-        raise refuse(model, "it is not a model of transformers, or has another forward pass than that")
+        raise refuse(model, "it is not a model of transformers, or has another forward pass")
     if getattr(config, "is_decoder", False) and getattr(config, "add_cross_attention", False):
         raise refuse(model, "there is no way for encoder_hidden_states with add_cross_attention=True")
     path = next(name for name, module in model.named_modules() if module is base)
