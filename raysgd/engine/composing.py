@@ -37,7 +37,7 @@ from raysgd.torch.model import is_wrapped, prepare_optimizer
 from raysgd.torch.restoring import place_state
 
 if TYPE_CHECKING:
-    from raysgd.engine.pipeline.schedule import PipelineModel
+    from raysgd.engine.pipeline.model import PipelinedModel
 
 #: Strategies that carry sparse gradients.
 _CARRY_SPARSE = {"precision": ("bf16",), "accumulation_steps": ..., "activation_checkpointing": ..., "compile": ...}
@@ -59,7 +59,7 @@ class Composed:
 
     model: nn.Module
     data_parallel: DataParallel
-    pipeline: PipelineModel | None
+    pipeline: PipelinedModel | None
     numbers: OptimizerNumbers | None
     counted_elsewhere: frozenset[int]
     tied: Mapping[str, str]
@@ -168,20 +168,22 @@ def _find_ties(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
 
 def _divide_layers(
     config: EngineConfig, mesh: Mesh, model: nn.Module, tensor_plan: Any, note: Note
-) -> tuple[dict[str, nn.Module], PipelineModel | None]:
+) -> tuple[dict[str, nn.Module], PipelinedModel | None]:
     """Keep this rank's stage of the model and its shards of layers; return its blocks, and the stage if there are several."""
     blocks, pipeline = find_blocks(model), None
     if config.pipeline_parallel > 1:
         pipeline = _split(config, mesh, model)
         blocks = find_stage_blocks(model, blocks)
-        note(blocks, f"stage {mesh().get_local_rank('pp')} of {config.pipeline_parallel}")
+        for name in blocks:
+            (stage,) = pipeline.split.stages_of(name)
+            note([name], f"stage {stage} of {len(pipeline.split.ranges)}")
     if config.tensor_parallel > 1:
         _shard_layers(config, mesh, model, tensor_plan)
         note([""], f"layers sharded over {config.tensor_parallel} ranks")
     return blocks, pipeline
 
 
-def _split(config: EngineConfig, mesh: Mesh, model: nn.Module) -> PipelineModel:
+def _split(config: EngineConfig, mesh: Mesh, model: nn.Module) -> PipelinedModel:
     stages = mesh()["pp"]
     if device().type != "cpu" and dist.get_backend(stages.get_group()) == "gloo":
         raise ConfigError(
@@ -189,9 +191,15 @@ def _split(config: EngineConfig, mesh: Mesh, model: nn.Module) -> PipelineModel:
             "workers that share a GPU use, sends tensors of the CPU only. Give each worker a GPU of its own "
             "(gpus_per_worker=1, with nccl), or use zero_stage or tensor_parallel instead."
         )
-    from raysgd.engine.pipeline.schedule import split_model  # imports DTensors, as tensor parallelism does
+    from raysgd.engine.pipeline.model import PipelinedModel  # imports DTensors, as tensor parallelism does
 
-    return split_model(model, stages)
+    pipeline = PipelinedModel(model, stages, config.pipeline_schedule, config.micro_batches)
+    if config.tensor_parallel > 1 and len(pipeline.split.stacks) > 1:
+        raise ConfigError(
+            f"a {type(model).__name__} cannot have tensor_parallel and pipeline_parallel together: the stages of an encoder "
+            "and a decoder share a position bias, which tensor parallelism divides by its own rules. Use one of the two."
+        )
+    return pipeline
 
 
 def _shard_layers(config: EngineConfig, mesh: Mesh, model: nn.Module, plan: Any) -> None:
@@ -240,9 +248,8 @@ def _move_optimizer(
     replace_parameters(optimizer, replaced, dropped=set(before.values()))
     numbers.replace(replaced)
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if updated := [each for each in model.parameters() if each.requires_grad and each in trained]:
-        data_parallel.make_shards(updated)
-    moved = {} if data_parallel.shards is None else data_parallel.shards.tensor_of
+    data_parallel.make_shards([each for each in model.parameters() if each.requires_grad and each in trained])
+    moved = data_parallel.shards.tensor_of
     replace_parameters(optimizer, {parameter: moved.get(parameter, parameter) for parameter in trained})
     numbers.replace(moved)
     if _should_fuse(optimizer, config, has_sparse=any(map(_is_sparse, model.modules()))):

@@ -19,6 +19,11 @@ ActivationCheckpointing = Literal["full", "selective"]
 #: Of so many blocks, activation checkpointing computes the first one again.
 RECOMPUTED_EVERY: dict[ActivationCheckpointing, int] = {"full": 1, "selective": 2}
 Compile = Literal["model", "blocks"]
+PipelineSchedule = Literal[
+    "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV"
+]
+#: Schedules that compute the gradients of weights later than those of hidden states.
+ZERO_BUBBLE_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 #: Fields that say how strategies are chosen; they are not strategies.
 PLAN_FIELDS = ("plan", "memory_per_device")
 #: Strategies that do not act in the optimizer's step.
@@ -49,7 +54,10 @@ class EngineConfig:
         tensor_parallel: Ranks that each layer is sharded over.
         sequence_parallel: Whether the activations between layers are sharded too, along the sequence.
         pipeline_parallel: Ranks that hold one stage of the layers each.
-        micro_batches: Parts that a pipeline cuts each batch into. None: four for each stage.
+        micro_batches: Parts that a pipeline cuts each batch into. None: four for each rank of the pipeline.
+        pipeline_schedule: In which order the passes of micro-batches run: the name of a class of
+            ``torch.distributed.pipelining`` without ``Schedule``. ``"1F1B"`` and ``"GPipe"`` give each rank one stage, the
+            others two. None: 1F1B, and GPipe for batches with fewer micro-batches than ranks.
         accumulation_steps: Batches of the loader per optimizer step. Gradients are communicated once per step.
         activation_checkpointing: ``"full"``: each block is computed again in the backward pass. ``"selective"``: every second
             block. None: activations are kept.
@@ -74,6 +82,7 @@ class EngineConfig:
     sequence_parallel: bool = False
     pipeline_parallel: int = 1
     micro_batches: int | None = None
+    pipeline_schedule: PipelineSchedule | None = None
     accumulation_steps: int = 1
     activation_checkpointing: ActivationCheckpointing | None = None
     clip_grad_norm: float | None = None
@@ -95,6 +104,7 @@ class EngineConfig:
         for name, kind in (
             ("activation_checkpointing", ActivationCheckpointing),
             ("compile", Compile),
+            ("pipeline_schedule", PipelineSchedule),
         ):
             if getattr(self, name) is not None:
                 check_choice(name, getattr(self, name), get_args(kind))
@@ -131,6 +141,23 @@ class EngineConfig:
             raise ConfigError(
                 "micro_batches cuts the batches of a pipeline, and pipeline_parallel is 1; accumulation_steps= collects the "
                 "gradients of several batches."
+            )
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        name = self.pipeline_schedule
+        if name is not None and self.pipeline_parallel == 1:
+            raise ConfigError(f"pipeline_schedule={name!r} needs pipeline_parallel=2 or more.")
+        if name in ZERO_BUBBLE_SCHEDULES and (self.zero_stage == 3 or self.compile is not None):
+            other = "zero_stage=3" if self.zero_stage == 3 else f"compile={self.compile!r}"
+            raise ConfigError(
+                f"pipeline_schedule={name!r} computes the gradients of weights on their own, which torch cannot do with {other}: "
+                'give "Interleaved1F1B", or another zero_stage or compile.'
+            )
+        if self.sequence_parallel and name not in (None, "1F1B", "GPipe"):
+            raise ConfigError(
+                f"pipeline_schedule={name!r} gives each rank two stages, and sequence_parallel=True divides the sequence in the "
+                'blocks of one: give "1F1B" or "GPipe".'
             )
 
     @property

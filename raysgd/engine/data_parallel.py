@@ -41,7 +41,7 @@ class DataParallel:
         note: For `raysgd.Engine.describe`.
 
     Attributes:
-        shards: What the optimizer updates, if that is not all parameters as they are.
+        shards: What the optimizer updates in place of parameters; empty if it updates all as they are.
         is_sharded: Whether a rank updates its shards of the parameters alone.
         gathers_parameters: Whether a pass computes with gathered parameters, not with those that the model has: it can be made
             once, and hooks of the model's parameters do not find its gradients.
@@ -53,14 +53,10 @@ class DataParallel:
 
     def __init__(self, config: EngineConfig, mesh: Mesh, note: Note) -> None:
         self._config, self._mesh, self._note = config, mesh, note
-        self.shards: OptimizerShards | None = None
+        self.shards = OptimizerShards([], None)
         self._frozen: list[nn.Parameter] = []
         # A pipeline makes several backward passes for a batch.
         self._is_early = config.pipeline_parallel == 1
-
-    @property
-    def _has_masters(self) -> bool:
-        return self._config.precision == "bf16-true" and not self.gathers_parameters
 
     def start_alike(self, model: nn.Module) -> None:
         """Give all ranks the values of rank 0, before master weights and shards are made of them."""
@@ -84,7 +80,7 @@ class DataParallel:
 
     def begin_pass(self, accumulation: Accumulation) -> None:
         """Begin a backward pass."""
-        if self.shards is not None and self._is_early:
+        if self._is_early:
             self.shards.is_collecting = self._collects_each_pass or accumulation.will_complete
 
     def end_pass(self, accumulation: Accumulation) -> None:
@@ -93,7 +89,7 @@ class DataParallel:
         Raises:
             UsageError: The ranks have computed gradients of different parameters, which is not possible here.
         """
-        if self.shards is not None and (self._collects_each_pass or accumulation.is_complete):
+        if self._collects_each_pass or accumulation.is_complete:
             self.shards.collect_gradients()
 
     def check_gradients(self) -> None:
@@ -116,11 +112,11 @@ class DdpReplicas(DataParallel):
     _is_averaged_late = False  # what this backward pass computes, after it
 
     def start_alike(self, model: nn.Module) -> None:
-        if self._has_masters:  # else DDP does it
+        if self._config.precision == "bf16-true":  # else DDP does it
             super().start_alike(model)
 
     def make_shards(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self._has_masters:
+        if self._config.precision == "bf16-true":
             self.shards = OptimizerShards(parameters, None)
 
     def wrap(self, model: nn.Module) -> nn.Module:

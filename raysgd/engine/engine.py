@@ -292,8 +292,7 @@ class Engine:
         Activations are what `measure_activations` measured last. `raysgd.engine.predict_memory` predicts the same.
         """
         step = self._running()
-        model, shards = step.model, step.composed.data_parallel.shards
-        updated = [] if shards is None else list(shards.tensor_of.values())
+        model, updated = step.model, step.composed.data_parallel.shards.tensor_of.values()
         states = [] if self._optimizer is None else list(self._optimizer.state.values())
         state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
         found = measure((*model.parameters(), *model.buffers()), updated, state, self._kept_activations)

@@ -125,13 +125,12 @@ class EngineState:
         for name, value in (("optimizer", self.optimizer), ("lr_scheduler", self.scheduler)):
             if value is not None and name not in state:
                 raise CheckpointError(f"the checkpoint has no {name}, because the loop that saved it had none.")
-        composed, shards = self.composed, self.composed.data_parallel.shards
+        composed = self.composed
         own = unwrap(composed.model).state_dict()
         saved = {**state["model"], **state["engine"].get("masters", {})}
         restore({name: value for name, value in saved.items() if name in own}, into=composed.model)
         self.loss_scale.load_state_dict(state["engine"]["loss_scale"])
-        if shards is not None:
-            shards.take_parameters()
+        composed.data_parallel.shards.take_parameters()
         restore(saved, into=self._masters())
         if self.optimizer is not None and composed.numbers is not None:
             composed.numbers.load(self.optimizer.inner, state["optimizer"])
@@ -140,8 +139,7 @@ class EngineState:
 
     def _masters(self) -> dict[str, torch.Tensor]:
         """Return the master weights, which are in another type than their parameters, by the names of these."""
-        shards = self.composed.data_parallel.shards
-        tensors = {} if shards is None else shards.tensor_of
+        tensors = self.composed.data_parallel.shards.tensor_of
         return {
             name: tensors[parameter].detach()
             for name, parameter in unwrap(self.composed.model).named_parameters()

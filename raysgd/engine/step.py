@@ -89,13 +89,14 @@ class Step:
         """Follow the passes of the model and what is loaded into it."""
         model, pipeline = self.composed.model, self.composed.pipeline
         unwrap(model).register_load_state_dict_pre_hook(AttachedHook(place_loaded))  # type: ignore[no-untyped-call]
-        unwrap(model).register_load_state_dict_post_hook(AttachedHook(lambda *_: self.take_parameters()))  # type: ignore[no-untyped-call]
+        unwrap(model).register_load_state_dict_post_hook(
+            AttachedHook(lambda *_: self._data_parallel.shards.take_parameters())
+        )  # type: ignore[no-untyped-call]
         if pipeline is None:
             model.register_forward_pre_hook(AttachedHook(self._begin_forward))
         else:
-            from raysgd.engine.pipeline.model import PipelinedModel  # imports DTensors
-
-            self.model = model = PipelinedModel(pipeline, self._config.micro_batches, self._begin_pipeline)
+            self.model = model = pipeline
+            pipeline.scale = self._begin_pipeline
         if self._optimizer is not None:
             model.zero_grad = AttachedForward(model.zero_grad, self.zero_grad)  # type: ignore[method-assign]
         _steps.add(self)
@@ -152,8 +153,7 @@ class Step:
         if self._accumulation.is_open and not self.is_complete:
             self.hidden.restore()
         else:  # there are gradients if the loop has not dropped them, to which more are added
-            if (shards := self._data_parallel.shards) is not None:
-                shards.hold_gradients()
+            self._data_parallel.shards.hold_gradients()
             self._gradients.scale(self._divided_by)
             self._divided_by = 1.0
         self._data_parallel.begin_pass(self._accumulation)
@@ -176,8 +176,7 @@ class Step:
         self._check_hooks()
         self._data_parallel.check_gradients()
         self._finish()
-        if (shards := self._data_parallel.shards) is not None:
-            shards.show_gradients()
+        self._data_parallel.shards.show_gradients()
 
     def _begin_forward(self, module: nn.Module, *_: Any) -> None:
         if module.training and torch.is_grad_enabled():
@@ -296,9 +295,8 @@ class Step:
         Raises:
             UsageError: The loop has changed those of a pipeline's stage, as by a norm that is not that of all stages.
         """
-        if (shards := self._data_parallel.shards) is not None:
-            shards.hold_gradients()
-            shards.show_gradients()
+        self._data_parallel.shards.hold_gradients()
+        self._data_parallel.shards.show_gradients()
         if self.composed.pipeline is not None and self._gradients.are_changed():
             raise UsageError(
                 "the loop has changed gradients, and with pipeline_parallel each rank has those of one stage alone: clip by "
@@ -346,7 +344,7 @@ class Step:
         """End a complete step: the optimizer has used its gradients, or has skipped them since they are not finite."""
         skipped = not self.is_finite
         vars(self._optimizer).pop("found_inf", None)
-        if not skipped and self._data_parallel.shards is not None:
+        if not skipped:
             self._data_parallel.shards.update_parameters()
         self._loss_scale.update(overflowed=skipped)
         self._accumulation.on_step(skipped=skipped)
@@ -360,13 +358,7 @@ class Step:
             self._weight = 0.0
         if not self._accumulation.is_open and self._optimizer is not None:
             self._optimizer.zero_grad()
-            if self._data_parallel.shards is not None:
-                self._data_parallel.shards.drop_gradients()
-
-    def take_parameters(self) -> None:
-        """Let the optimizer update what was loaded into the model."""
-        if self._data_parallel.shards is not None:
-            self._data_parallel.shards.take_parameters()
+            self._data_parallel.shards.drop_gradients()
 
     def should_schedule(self) -> bool:
         """Return whether a call of the scheduler counts now; it may come before the optimizer's step or after it."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, chain, zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -20,14 +20,9 @@ T = TypeVar("T")
 _MISSING: Any = object()
 
 
-def interleave(of_ranks: Sequence[Sequence[T]], total: int | None) -> list[T]:
-    """Return what all ranks have in the order of the data, of which rank r of N has items r, r + N, r + 2N, ...
-
-    Args:
-        of_ranks: Items by rank.
-        total: Items without those that are repeated at the end. None: none are repeated.
-    """
-    return [one for step in zip_longest(*of_ranks, fillvalue=_MISSING) for one in step if one is not _MISSING][:total]
+def interleave(of_ranks: Sequence[Sequence[T]]) -> list[T]:
+    """Return items by rank in the order of the data, of which rank r of N has items r, r + N, r + 2N, ..."""
+    return [one for step in zip_longest(*of_ranks, fillvalue=_MISSING) for one in step if one is not _MISSING]
 
 
 class EvaluationLoader:
@@ -49,7 +44,6 @@ class EvaluationLoader:
                 f"and {type(loader.loader.batch_sampler).__name__} does not say so: give a dataset, or a DataLoader with "
                 "batch_size=... or with a batch sampler that yields the same batches on all ranks."
             )
-        self._ranks_apart = context.current().identity.workers_per_replica
         self._rows: list[int] = []  # of the batches that were handed out
 
     def __len__(self) -> int:
@@ -87,29 +81,24 @@ class EvaluationLoader:
             return tuple(self.gather(value) for value in values)
         if is_dtensor(values):
             values = values.full_tensor()
-        if not isinstance(values, torch.Tensor):
-            return self._gather(list(values), _cut_list, lambda pieces: [row for piece in pieces for row in piece])
-        gathered = self._gather(values.detach().cpu(), _cut, _join)
-        return gathered.to(values.device)
+        elif not isinstance(values, torch.Tensor):
+            values = list(values)
+        return _gather_entries(values, self._batches_of(_count(values)), self._places)
 
-    def _gather(self, values: Any, cut: Callable[[Any, list[int]], list[Any]], join: Callable[[list[Any]], Any]) -> Any:
+    def _batches_of(self, num: int) -> list[tuple[int, int]]:
+        """Return the rows of the batches that so many entries belong to, and how many of each this rank counts."""
         newest, seen = (self._rows[-1], sum(self._rows)) if self._rows else (0, 0)
-        num = values.shape[0] if isinstance(values, torch.Tensor) and values.ndim else len(values)
         if num not in (newest, seen):
             raise UsageError(
                 f"gather got {num} entries, and the newest batch has {newest} rows (all batches so far: {seen}): give one entry "
                 "for each row of the batch, or of all batches."
             )
-        is_newest = num != seen
-        rows = self._rows[-1:] if is_newest else self._rows
-        before = len(self._rows) - len(rows)
-        if self._places.by_rows:
-            before = seen - num
-            rows = [1] * num
-        own = (values, rows)
-        of_ranks = [cut(*each) for each in api.gather(own)[:: self._ranks_apart]]
-        total = self._places.total()
-        return join(interleave(of_ranks, None if total is None else max(0, total - before * self._places.num_ranks)))
+        befores = accumulate(self._rows, initial=0)
+        batches = [
+            (rows, self._places.num_own(number, before, rows))
+            for number, (rows, before) in enumerate(zip(self._rows, befores, strict=False))
+        ]
+        return batches if num == seen else batches[-1:]
 
 
 def gather_for_metrics(values: Any) -> Any:
@@ -130,13 +119,9 @@ def _gather_own(values: Any, places: RowPlaces, number: int) -> Any:
     if isinstance(values, tuple) or has_tensors:
         gathered = [_gather_own(value, places, number) for value in values]
         return type(values)(*gathered) if hasattr(values, "_fields") else type(values)(gathered)
-    ranks_apart = context.current().identity.workers_per_replica
-    if isinstance(values, list):
-        lists: list[list[Any]] = api.gather(values[: _num_own(len(values), places, number)])[::ranks_apart]
-        return interleave(lists, None) if places.by_rows else list(chain.from_iterable(lists))
     if is_dtensor(values):
         values = values.full_tensor()
-    if not isinstance(values, torch.Tensor) or not values.ndim:
+    if not isinstance(values, list) and not (isinstance(values, torch.Tensor) and values.ndim):
         given = (
             "a tensor without dimensions" if isinstance(values, torch.Tensor) else with_article(type(values).__name__)
         )
@@ -144,11 +129,7 @@ def _gather_own(values: Any, places: RowPlaces, number: int) -> Any:
             f"gather_for_metrics got {given}; give tensors or lists with one entry for each row of the batch, or a dict, tuple "
             "or list of such tensors. A mean over a batch is spread over its rows by loss.expand(num_rows)."
         )
-    own = values[: _num_own(len(values), places, number)].detach().cpu()
-    pieces: list[torch.Tensor] = [each for each in api.gather(own)[::ranks_apart] if len(each)]
-    if places.by_rows:
-        pieces = interleave([torch.split(each, 1) for each in pieces], None)
-    return _join(pieces or [own]).to(values.device)
+    return _gather_entries(values, [(len(values), _num_own(len(values), places, number))], places)
 
 
 def _num_own(num: int, places: RowPlaces, number: int) -> int:
@@ -163,20 +144,33 @@ def _num_own(num: int, places: RowPlaces, number: int) -> int:
     return places.num_own(number, number * places.batch_size, num)
 
 
-def _cut(values: torch.Tensor, rows: list[int]) -> list[torch.Tensor]:
-    return list(torch.split(values, rows)) if rows else []
+def _count(values: Any) -> int:
+    return len(values) if isinstance(values, list) or values.ndim else 1
 
 
-def _cut_list(values: list[Any], rows: list[int]) -> list[list[Any]]:
-    ends = [sum(rows[: place + 1]) for place in range(len(rows))]
-    return [values[end - size : end] for end, size in zip(ends, rows, strict=True)]
+def _gather_entries(values: Any, batches: Sequence[tuple[int, int]], places: RowPlaces) -> Any:
+    """Return the entries that the ranks count, in the order of the data.
 
+    Args:
+        values: A list, or a tensor, with an entry for each row of some batches.
+        batches: The rows of each batch, and how many of them this rank counts: the first ones.
+        places: Of the loader of these batches.
 
-def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
-    if not pieces:
-        return torch.empty(0)
-    if len(shapes := {tuple(piece.shape[1:]) for piece in pieces}) > 1:
+    Raises:
+        UsageError: The entries of ranks have different shapes.
+    """
+    device = values.device if isinstance(values, torch.Tensor) else None
+    values = values if device is None else values.detach().cpu()
+    ends = accumulate(rows for rows, _ in batches)
+    own = [values[end - rows : end - rows + count] for end, (rows, count) in zip(ends, batches, strict=True)]
+    of_ranks = api.gather(own)[:: context.current().identity.workers_per_replica]
+    if places.by_rows:
+        of_ranks = [[part[at : at + 1] for part in parts for at in range(len(part))] for parts in of_ranks]
+    parts = [part for part in interleave(of_ranks) if len(part)]
+    if device is None:
+        return list(chain.from_iterable(parts))
+    if len(shapes := {tuple(part.shape[1:]) for part in parts}) > 1:
         raise UsageError(
             f"gather got rows of different shapes ({', '.join(map(str, sorted(shapes)))}): pad them to one shape before."
         )
-    return torch.cat(pieces)
+    return torch.cat(parts or [values[:0]]).to(device)

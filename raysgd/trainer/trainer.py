@@ -207,7 +207,9 @@ class Trainer:
         """
         stream = None
         try:
-            stream = self._begin(RunArguments(train_func, config, dataset, callbacks, resume_from, reduce, returns))
+            self._class_api.check_no_instances()
+            arguments = RunArguments(train_func, config, dataset, callbacks, resume_from, reduce, returns)
+            stream = self._runs.begin(arguments)
             return stream.get_returns()
         except KeyboardInterrupt:
             self._runs.interrupt(stream)
@@ -227,11 +229,9 @@ class Trainer:
         returns: Returns = "first",
     ) -> ResultStream:
         """Start a run and return the stream of its results at once. Arguments and errors as for `run`."""
-        return self._begin(RunArguments(train_func, config, dataset, callbacks, resume_from, reduce, returns))
-
-    def _begin(self, run: RunArguments) -> ResultStream:
         self._class_api.check_no_instances()
-        return self._runs.begin(run)
+        arguments = RunArguments(train_func, config, dataset, callbacks, resume_from, reduce, returns)
+        return self._runs.begin(arguments)
 
     @leaves_raysgd
     @refuse_unknown("Trainer.to_trainable", RUN_HINTS, RUN_OTHERWISE)

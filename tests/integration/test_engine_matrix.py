@@ -140,7 +140,9 @@ def test_parameters_that_are_unfrozen_after_compose_train(ranks: RankGroup, num_
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
-def test_parameters_that_are_unfrozen_after_compose_are_refused_with_pieces(ranks: RankGroup, zero_stage: int) -> None:
+def test_parameters_that_are_unfrozen_after_compose_are_refused_with_a_sharded_optimizer(
+    ranks: RankGroup, zero_stage: int
+) -> None:
     with pytest.raises(AssertionError, match=r"UsageError: a parameter was frozen at engine\.compose"):
         ranks.run(engine_steps.train_unfrozen, 0, 6, zero_stage=zero_stage)
 

@@ -182,7 +182,6 @@ def test_norms_of_torchs_sequence_parallel_train_as_plain_ones(ranks: RankGroup,
         ),
         ("gpt2", "called stage", "This model is one stage of a pipeline, and cannot be called"),
         ("bert", "blocks", "pipeline_parallel=2 needs as many blocks, and bert.encoder.layer has 1."),
-        ("t5", "class", "pipeline_parallel cannot split a T5ForConditionalGeneration"),
         ("encoder", "class", "pipeline_parallel cannot split a EncoderModel"),
         ("gpt2", "unknown argument", "does not know what to do with head_weights of the batch"),
     ],
@@ -192,13 +191,49 @@ def test_refusal_says_what_is_not_possible(ranks: RankGroup, kind: str, what: st
         assert found.startswith("ConfigError") and message in found
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama, biased and tied", "bert", "bert, classifier"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama, biased and tied", "bert", "bert, classifier", "t5", "t5, gated"])
 def test_pipeline_of_two_stages_trains_to_the_plain_losses(ranks: RankGroup, kind: str) -> None:
     assert_equal(ranks.run(engine_ranks.compare, kind, (2, 2, 1), micro_batches=4, num_blocks=3))
 
 
-def test_pipeline_of_four_stages_trains_to_the_plain_losses(ranks: RankGroup) -> None:
-    assert_equal(ranks.run(engine_ranks.compare, "gpt2", (1, 4, 1), micro_batches=8, num_blocks=5))
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_pipeline_of_four_stages_trains_to_the_plain_losses(ranks: RankGroup, kind: str) -> None:
+    assert_equal(ranks.run(engine_ranks.compare, kind, (1, 4, 1), micro_batches=8, num_blocks=5))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    [
+        ("Interleaved1F1B", "t5"),
+        ("InterleavedZeroBubble", "gpt2"),
+        ("LoopedBFS", "bert"),
+        ("ZBVZeroBubble", "llama, biased and tied"),
+        ("DualPipeV", "gpt2"),
+    ],
+)
+def test_schedule_of_two_stages_for_each_rank_trains_to_the_plain_losses(
+    ranks: RankGroup, schedule: str, kind: str
+) -> None:
+    options = {"schedule": schedule, "num_blocks": 5, "micro_batches": 8}
+    assert_equal(ranks.run(engine_ranks.compare, kind, (2, 2, 1), **options))
+    for difference, has_gradients in ranks.run(engine_ranks.evaluated, kind, schedule, 5):
+        assert difference < TOLERANCE and not has_gradients
+
+
+def test_several_stages_for_each_rank_with_fsdp_train_to_the_plain_losses(ranks: RankGroup) -> None:
+    options = {"schedule": "Interleaved1F1B", "num_blocks": 5, "data_parallel": "fsdp", "is_even": True}
+    assert_equal(ranks.run(engine_ranks.compare, "llama, biased and tied", (2, 2, 1), **options))
+
+
+def test_several_tensor_parallel_stages_for_each_rank_train_to_the_plain_losses(ranks: RankGroup) -> None:
+    options = {"schedule": "ZBVZeroBubble", "num_blocks": 5, "micro_batches": 4}
+    assert_equal(ranks.run(engine_ranks.compare, "llama, biased and tied", (1, 2, 2), **options))
+
+
+def test_rank_of_a_v_has_the_first_and_the_last_stage(ranks: RankGroup) -> None:
+    names, copies = ranks.run(engine_ranks.stages, "gpt2", 4, "ZBVZeroBubble")[0]
+    assert {name.split(".")[2] for name in names if ".h." in name} == {"0", "3"}
+    assert "transformer.ln_f.weight" in names and copies == ()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, None])

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import raysgd
-from raysgd.engine.pipeline.schedule import PipelineModel, split_model
+from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import autocast_forward
 from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, local_boxes, make_tensor_plan
 from support.engine_models import STEPS, batch, build, differences, full, mesh, plain, split_options, train
@@ -28,13 +28,19 @@ Shape = tuple[int, int, int]
 
 
 def prepare(
-    kind: str, shape: Shape, sequence_parallel: bool, data_parallel: str | None, **options: Any
-) -> tuple[nn.Module, PipelineModel | None]:
+    kind: str,
+    shape: Shape,
+    sequence_parallel: bool,
+    data_parallel: str | None,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    **options: Any,
+) -> tuple[nn.Module, PipelinedModel | None]:
     """Build a model on all ranks, of which only the first of each replica has the reference's weights, and apply a mesh."""
     axes = mesh(*shape)
     is_first = axes["pp"].get_local_rank() == axes["tp"].get_local_rank() == 0
     model = build(kind, seed=0 if is_first else 7, **options)
-    pipeline = split_model(model, axes["pp"]) if shape[1] > 1 else None
+    pipeline = PipelinedModel(model, axes["pp"], schedule, micro_batches) if shape[1] > 1 else None
     if shape[2] > 1:
         apply_tensor_plan(model, axes["tp"], make_tensor_plan(model, shape[2], sequence_parallel))
     if data_parallel == "replicate":
@@ -58,11 +64,12 @@ def compare(
     sequence_parallel: bool = False,
     data_parallel: str | None = None,
     micro_batches: int | None = None,
+    schedule: str | None = None,
     **options: Any,
 ) -> tuple[float, float, float]:
     """Train with and without strategies, and return the largest relative differences of losses and gradients."""
     of_model, of_batch = split_options(options)
-    model, pipeline = prepare(kind, shape, sequence_parallel, data_parallel, **of_model)
+    model, pipeline = prepare(kind, shape, sequence_parallel, data_parallel, micro_batches, schedule, **of_model)
     dp = mesh(*shape)["dp"]
 
     def step(whole: dict[str, Tensor]) -> Tensor:
@@ -70,7 +77,7 @@ def compare(
         if data_parallel is not None:
             own = {key: value.chunk(dp.size())[dp.get_local_rank()] for key, value in whole.items()}
         if pipeline is not None:
-            loss = pipeline.step(own, micro_batches)
+            loss = pipeline.step(own)
         else:
             loss = model(**own).loss
             loss.backward()
@@ -89,7 +96,7 @@ def lower_precision(kind: str, shape: Shape, is_autocast: bool) -> tuple[float, 
     if not is_autocast:
         model.bfloat16(), reference.bfloat16()
     axes = mesh(*shape)
-    pipeline = split_model(model, axes["pp"]) if shape[1] > 1 else None
+    pipeline = PipelinedModel(model, axes["pp"], micro_batches=4) if shape[1] > 1 else None
     if shape[2] > 1:
         apply_tensor_plan(model, axes["tp"], make_tensor_plan(model, shape[2], sequence_parallel=True))
     if is_autocast:
@@ -97,7 +104,7 @@ def lower_precision(kind: str, shape: Shape, is_autocast: bool) -> tuple[float, 
 
     def step_of(trained: nn.Module, one: dict[str, Tensor]) -> Tensor:
         if trained is model and pipeline is not None:
-            return pipeline.step(one, 4)
+            return pipeline.step(one)
         loss: Tensor = trained(**one).loss
         loss.backward()
         return loss
@@ -120,13 +127,15 @@ def clipped(kind: str, data_parallel: str | None) -> tuple[float, float]:
     return abs(norms[0] / norms[1] - 1), max(float((own - other).abs().max()) for own, other in pairs)
 
 
-def checkpointed_pipeline(kind: str, shape: Shape) -> tuple[float, float, float]:
+def checkpointed_pipeline(
+    kind: str, shape: Shape, schedule: str | None = None, num_blocks: int = 2
+) -> tuple[float, float, float]:
     """Train stages with activation checkpointing; return the differences to the plain loop."""
-    model, pipeline = prepare(kind, shape, True, None)
+    model, pipeline = prepare(kind, shape, True, None, 4, schedule, num_blocks=num_blocks)
     assert pipeline is not None
     model.gradient_checkpointing_enable()  # type: ignore[operator]
-    found = list(train(model, [batch(kind, one) for one in range(STEPS)], partial(pipeline.step, micro_batches=4)))
-    return differences(found, plain(kind))
+    found = list(train(model, [batch(kind, one) for one in range(STEPS)], pipeline.step))
+    return differences(found, plain(kind, num_blocks=num_blocks))
 
 
 def same_on_all(value: Any) -> bool:
@@ -137,7 +146,13 @@ def same_on_all(value: Any) -> bool:
 
 
 def parameters(
-    kind: str, shape: Shape, sequence_parallel: bool, data_parallel: str | None, **options: Any
+    kind: str,
+    shape: Shape,
+    sequence_parallel: bool,
+    data_parallel: str | None,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    **options: Any,
 ) -> list[str]:
     """Return what is wrong with the parameters: their types, their values, and the boxes of their pieces."""
     model, _ = prepare(kind, shape, sequence_parallel, data_parallel, **options)
@@ -188,7 +203,7 @@ def random_numbers(kind: str, sequence_parallel: bool) -> dict[str, bool]:
         for one in model.parameters()
         if isinstance(one, DTensor) and one.placements == (Replicate(),)
     ]
-    inside = {name for name, module in model.named_modules() if type(module).__mro__[1].__name__ == "RegionDropout"}
+    inside = {name for name in masks if name.endswith("DenseReluDense.dropout")}
     own = inside if not sequence_parallel else {name for name in masks if re.search(r"\.\d+\.", name)}
     is_same = {name: same_on_all(mask.tolist()) for name, mask in masks.items()}
     return {
@@ -301,14 +316,14 @@ def raised(kind: str, what: str) -> str:
         elif what in plans:
             apply_tensor_plan(build(kind), mesh(2, 1, 2)["tp"], plans[what](build(kind)))
         elif what == "called stage":
-            split_model(build(kind), mesh(2, 2, 1)["pp"]).module(**batch(kind, 0))
+            PipelinedModel(build(kind), mesh(2, 2, 1)["pp"]).module(**batch(kind, 0))
         elif what == "blocks":
-            split_model(build(kind, num_blocks=1), mesh(2, 2, 1)["pp"])
+            PipelinedModel(build(kind, num_blocks=1), mesh(2, 2, 1)["pp"])
         elif what == "unknown argument":
-            pipeline = split_model(build(kind), mesh(2, 2, 1)["pp"])
+            pipeline = PipelinedModel(build(kind), mesh(2, 2, 1)["pp"])
             pipeline.step({**batch(kind, 0), "head_weights": torch.ones(8)})
         else:
-            split_model(build(kind), mesh(2, 2, 1)["pp"])
+            PipelinedModel(build(kind), mesh(2, 2, 1)["pp"])
     except Exception as problem:
         return f"{type(problem).__name__}: {problem}"
     return "nothing"
@@ -317,9 +332,10 @@ def raised(kind: str, what: str) -> str:
 def accumulated(kind: str) -> float:
     """Return the difference of gradients of two pipeline steps to those of two plain ones, scaled by a half each."""
     model, reference = build(kind), build(kind)
-    pipeline = split_model(model, mesh(2, 2, 1)["pp"])
+    pipeline = PipelinedModel(model, mesh(2, 2, 1)["pp"], micro_batches=4)
+    pipeline.scale = lambda batch: 0.5
     for step in range(2):
-        pipeline.step(batch(kind, step), 4, scale=0.5)
+        pipeline.step(batch(kind, step))
         (reference(**batch(kind, step)).loss / 2).backward()
     theirs = dict(reference.named_parameters(remove_duplicate=False))
     norm = torch.stack([one.grad.norm() for one in reference.parameters() if one.grad is not None]).norm()
@@ -327,17 +343,17 @@ def accumulated(kind: str) -> float:
     return max(float((one.grad - theirs[name].grad).norm() / norm) for name, one in own if one.grad is not None)
 
 
-def stages(kind: str, num_blocks: int) -> tuple[list[str], tuple[str, ...]]:
+def stages(kind: str, num_blocks: int, schedule: str | None = None) -> tuple[list[str], tuple[str, ...]]:
     """Return the names of a stage's parameters, and which of them are copies."""
-    pipeline = split_model(build(kind, num_blocks=num_blocks), mesh(2, 2, 1)["pp"])
+    pipeline = PipelinedModel(build(kind, num_blocks=num_blocks), mesh(2, 2, 1)["pp"], schedule)
     return [name for name, _ in pipeline.module.named_parameters()], pipeline.copied_parameters
 
 
-def evaluated(kind: str) -> tuple[float, bool]:
+def evaluated(kind: str, schedule: str | None = None, num_blocks: int = 2) -> tuple[float, bool]:
     """Return the difference of an evaluation's loss to the plain one, and whether gradients came of it."""
-    model, reference = build(kind).eval(), build(kind).eval()
-    pipeline = split_model(model, mesh(2, 2, 1)["pp"])
-    loss = pipeline.evaluate(batch(kind, 0, rows=6), 4)
+    model, reference = build(kind, num_blocks=num_blocks).eval(), build(kind, num_blocks=num_blocks).eval()
+    pipeline = PipelinedModel(model, mesh(2, 2, 1)["pp"], schedule)
+    loss = pipeline.evaluate(batch(kind, 0, rows=6))
     expected = reference(**batch(kind, 0, rows=6)).loss
     return abs(float(loss / expected.detach()) - 1), any(one.grad is not None for one in model.parameters())
 

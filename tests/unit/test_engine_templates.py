@@ -22,7 +22,7 @@ from raysgd.errors import ConfigError, UnknownArgumentError, UsageError
 from raysgd.torch.batches import take_rows
 from raysgd.torch.evaluation import EvaluationLoader, interleave
 from raysgd.torch.rows import RowPlaces
-from raysgd.torch.samplers import Shard
+from raysgd.torch.samplers import EvaluationItems, Shard
 from support.engine_steps import session_of
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -305,10 +305,9 @@ def test_gather_outside_an_evaluation_and_of_other_rows_is_refused() -> None:
 @given(num=st.integers(1, 40), num_ranks=st.integers(1, 6))
 def test_rows_of_all_ranks_make_up_the_data_in_its_order(num: int, num_ranks: int) -> None:
     of_ranks = [
-        list(Shard(rank, num_ranks, 0).split(SequentialSampler(range(num)), drop_last=False))
-        for rank in range(num_ranks)
+        list(EvaluationItems(range(num), Shard(rank, num_ranks, 0), drop_last=False)) for rank in range(num_ranks)
     ]
-    assert interleave(of_ranks, num) == list(range(num))
+    assert interleave(of_ranks) == list(range(num))
 
 
 class Pairs(BatchSampler):

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, cast
 
 import pytest
@@ -27,7 +27,7 @@ from torch.utils.data import (
 import raysgd.torch
 from raysgd.errors import ConfigError, UsageError
 from raysgd.torch import prepare_data_loader
-from raysgd.torch.rows import skip_batches
+from raysgd.torch.rows import FollowedLoader, skip_batches
 from support.loader_draws import Augmented, Enter, check_augmented_alike, worlds
 from support.project import ROOT
 
@@ -389,3 +389,20 @@ def test_copy_of_a_prepared_loader_works(world: Enter) -> None:
     assert items(loader) == [0, 2]
     with pytest.raises(AttributeError, match="no_such_name"):
         loader.no_such_name  # noqa: B018
+
+
+class Positioned(DataLoader[Any]):
+    """A DataLoader that was set to a position by itself: it begins with its second batch."""
+
+    def __iter__(self) -> Any:
+        return islice(super().__iter__(), 1, None)
+
+
+def test_loader_at_a_position_of_its_own_counts_rows_from_there(world: Enter) -> None:
+    world(1, 2)
+    counted: list[tuple[int, bool]] = []
+    prepared = prepare_data_loader(Positioned(Numbers(3)))  # batch 1 of rank 1 repeats row 0
+    loader = FollowedLoader(prepared, lambda rows, is_last: counted.append((rows, is_last)), keeps_repeated=False)
+    loader.first_batch = 1
+    assert items(loader) == [0]
+    assert counted == [(0, True)]

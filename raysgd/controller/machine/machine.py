@@ -63,7 +63,7 @@ class RunMachine:
 
     @property
     def is_pause_requested(self) -> bool:
-        """Whether a pause was requested and has not begun yet."""
+        """Whether a pause was requested that is still to begin."""
         return self._pause.is_requested
 
     def status(self) -> dict[str, Any]:

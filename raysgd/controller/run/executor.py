@@ -144,7 +144,8 @@ class Run:
         self._files.start()
         self._group.on_joining_worker(lambda: self._feed(c.JoiningWorkerReady()))
         self._group.on_wait = self.warn
-        self._act_all(self._machine.begin())
+        for command in self._machine.begin():
+            self._act(command)
         if self._previous.next_seq:  # another restart must not use the numbers of these frames again
             await self._files.flush()
         self._update_paused()
@@ -284,7 +285,8 @@ class Run:
         self._is_acting = True
         try:
             while self._inputs:
-                self._act_all(self._machine.step(self._inputs.popleft()))
+                for command in self._machine.step(self._inputs.popleft()):
+                    self._act(command)
         finally:
             self._is_acting = False
         self._update_paused()
@@ -292,10 +294,6 @@ class Run:
     def _update_paused(self) -> None:
         is_paused = isinstance(self._machine.state, (Paused, Closed)) or not self._machine.is_pause_requested
         (self._paused.set if is_paused else self._paused.clear)()
-
-    def _act_all(self, commands: list[c.Command]) -> None:
-        for command in commands:
-            self._act(command)
 
     # -- commands -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""How a model is cut into the stages of a pipeline: which blocks each stage has, and what becomes of the rest."""
+"""How a model is cut into the stages of a pipeline: which blocks each stage has, and where the rest goes.
+
+The model may be on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -7,163 +10,202 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from raysgd.engine.tensor_parallel.structure import UnsureError, known_class
+from raysgd.engine.config import ZERO_BUBBLE_SCHEDULES
 from raysgd.errors import ConfigError
 
-_MODELS = "transformers.models."
+#: Stages that a rank has with schedules that give it several.
+_CHUNKS = 2
+_SINGLE_SCHEDULES = (None, "1F1B", "GPipe")
+#: Schedules that give a rank the stages of a V: rank 0 has the first and the last one.
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+
+#: For models without a plan of transformers, by the class of the model without its head: modules that call the blocks one after
+#: the other, with the names below them of the list of blocks, of what comes before it, and of what comes after it.
+_STACKS: dict[str, tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...]] = {
+    "GPT2Model": (("", "h", ("wte", "wpe"), ("ln_f",)),),
+    "BertModel": (("", "encoder.layer", ("embeddings",), ("pooler",)),),
+    "RobertaModel": (("", "encoder.layer", ("embeddings",), ("pooler",)),),
+    "BartModel": (
+        ("encoder", "layers", ("embed_tokens", "embed_positions", "layernorm_embedding"), ()),
+        ("decoder", "layers", ("embed_tokens", "embed_positions", "layernorm_embedding"), ()),
+    ),
+    "T5ForConditionalGeneration": (
+        ("encoder", "block", ("embed_tokens",), ("final_layer_norm",)),
+        ("decoder", "block", ("embed_tokens",), ("final_layer_norm",)),
+    ),
+}
+#: Of these, models that classify by their first token.
+_ENCODERS = ("BertModel", "RobertaModel")
+#: Weights of embeddings that several stacks share, under a name of their own; the first stage has it.
+_SHARED_EMBEDDING = "shared"
 
 
 @dataclass(frozen=True)
-class _Family:
-    """Where the models of a family have their parts.
+class Stack:
+    """A module that calls blocks one after the other: a decoder, or an encoder.
 
     Attributes:
-        base: The attribute of a model that has everything but the head.
-        blocks: The list of blocks, below `base`.
-        front: What the first stage has, below `base`, and what stands there on other stages.
-        back: What the last stage has, below `base`, and what stands there on other stages.
+        module: Its path in the model.
+        blocks: The path of its list of blocks.
+        front: The paths of what is called before the blocks.
+        back: The paths of what is called after them.
     """
 
-    base: str
+    module: str
     blocks: str
-    front: Mapping[str, Callable[[], nn.Module | None]]
-    back: Mapping[str, Callable[[], nn.Module | None]]
-
-
-class _NoPositions(nn.Module):
-    """In place of GPT-2's position embedding, which the first stage has added."""
-
-    def forward(self, position_ids: Tensor) -> Tensor:
-        return torch.zeros((), device=position_ids.device)
-
-
-class _NoEmbeddings(nn.Module):
-    """In place of BERT's embeddings: the hidden states of the stage before."""
-
-    def forward(self, inputs_embeds: Tensor, **others: Any) -> Tensor:
-        return inputs_embeds
-
-
-_GPT2 = _Family(
-    "transformer",
-    "h",
-    {"wte": nn.Identity, "wpe": _NoPositions, "drop": nn.Identity},
-    {"ln_f": nn.Identity},
-)
-_LLAMA = _Family("model", "layers", {"embed_tokens": nn.Identity}, {"norm": nn.Identity})
-_BERT = _Family("bert", "encoder.layer", {"embeddings": _NoEmbeddings}, {"pooler": lambda: None})
-
-
-def _next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
-    return (batch["labels"][:, 1:] != -100).sum()
-
-
-def _tokens(batch: Mapping[str, Tensor]) -> Tensor:
-    return (batch["labels"] != -100).sum()
-
-
-def _rows(batch: Mapping[str, Tensor]) -> int:
-    return batch["labels"].shape[0]
-
-
-#: The model classes that can be split, with the number of items over which each one's own loss is a mean. A classifier of a
-#: decoder is not among them: its head looks for the last token in `input_ids`, which the last stage does not see as such.
-_CLASSES: dict[str, tuple[_Family, Callable[[Mapping[str, Tensor]], Tensor | int]]] = {
-    _MODELS + "gpt2.modeling_gpt2.GPT2LMHeadModel": (_GPT2, _next_tokens),
-    _MODELS + "llama.modeling_llama.LlamaForCausalLM": (_LLAMA, _next_tokens),
-    _MODELS + "bert.modeling_bert.BertForMaskedLM": (_BERT, _tokens),
-    _MODELS + "bert.modeling_bert.BertForTokenClassification": (_BERT, _tokens),
-    _MODELS + "bert.modeling_bert.BertForSequenceClassification": (_BERT, _rows),
-}
+    front: tuple[str, ...]
+    back: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class StageSplit:
-    """The stages of a pipeline: the blocks of each, and the parameters that stages share.
+    """The stages of a pipeline, in the order in which hidden states pass through them.
 
     Attributes:
-        base: The attribute of the model that has everything but the head.
+        stacks: Of the model: one, or an encoder and a decoder.
+        ranges: For each stage, which blocks it has, counted over the stacks.
+        rank_of: For each stage, the rank that has it.
+        ties: The parameters that several ranks have: for each one its name on each of the ranks.
         hidden_size: The features of the hidden states.
-        blocks: For each stage, the names of its blocks.
-        ties: Names of the parameters that the first and the last stage share, on the first and on the last.
+        num_encoder_blocks: Of an encoder that another stack follows.
     """
 
-    base: str
+    stacks: tuple[Stack, ...]
+    ranges: tuple[range, ...]
+    rank_of: tuple[int, ...]
+    ties: tuple[Mapping[int, str], ...]
     hidden_size: int
-    blocks: tuple[tuple[str, ...], ...]
-    ties: tuple[tuple[str, str], ...]
-    _family: _Family
+    num_encoder_blocks: int
+    _stages_of: Mapping[str, frozenset[int]]
 
-    def keep_stage(self, model: nn.Module, stage: int) -> None:
-        """Remove from the model what other stages have."""
-        base, is_first, is_last = model.get_submodule(self.base), stage == 0, stage == len(self.blocks) - 1
-        kept = nn.ModuleList()
-        for name in self.blocks[stage]:
-            kept.add_module(name, base.get_submodule(f"{self._family.blocks}.{name}"))
-        _replace(base, self._family.blocks, kept)
-        for parts, is_own in ((self._family.front, is_first), (self._family.back, is_last)):
-            for path, placeholder in parts.items():
-                if not is_own:
-                    _replace(base, path, placeholder())
-        if not is_last:
-            for name, _ in list(model.named_children()):
-                if name != self.base:
-                    setattr(model, name, nn.Identity())
+    def stages_of(self, path: str) -> frozenset[int]:
+        """Return the stages that have a module or a parameter; none, if all have it."""
+        return _find(self._stages_of, path)
+
+    def has(self, rank: int, path: str) -> bool:
+        """Whether a rank has a module or a parameter."""
+        stages = self.stages_of(path)
+        return not stages or any(self.rank_of[one] == rank for one in stages)
+
+    def num_sent(self, stage: int) -> int:
+        """Return how many hidden states a stage sends: in a decoder after an encoder, it passes on the encoder's too."""
+        return 1 + (len(self.stacks) == 2 and self.ranges[stage].stop > self.num_encoder_blocks)
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """The paths of all modules that only some stages have."""
+        return tuple(self._stages_of)
 
 
-def read_model(model: nn.Module, num_stages: int) -> StageSplit:
-    """Cut a model into stages.
+def read_model(model: nn.Module, num_ranks: int, schedule: str | None = None) -> StageSplit:
+    """Cut a model into stages. They are balanced by their parameters.
+
+    Args:
+        model: A model of transformers with a head and a loss.
+        num_ranks: Ranks of the pipeline.
+        schedule: See `raysgd.EngineConfig`; some give each rank several stages.
 
     Raises:
-        ConfigError: The model has a class that is not known, too few blocks, or parameters that are shared between blocks.
+        ConfigError: The model cannot be split, or has too few blocks; the message says why.
     """
-    family = _family_of(model)
-    base = model.get_submodule(family.base)
-    blocks = base.get_submodule(family.blocks)
+    stacks = _read_stacks(model)
+    if len(stacks) > 1 and schedule in ZERO_BUBBLE_SCHEDULES:
+        raise ConfigError(
+            f"pipeline_schedule={schedule!r} computes the gradients of weights later than those of hidden states, which torch "
+            f"cannot do where several blocks use one result, as the decoder of a {type(model).__name__} does: give another one."
+        )
+    item_counter(model)  # refuses losses that cannot be computed in micro-batches
+    blocks = [f"{stack.blocks}.{name}" for stack in stacks for name in model.get_submodule(stack.blocks)._modules]
+    rank_of = stage_ranks(num_ranks, schedule)
+    if len(blocks) < len(rank_of):
+        lists = " and ".join(stack.blocks for stack in stacks)
+        stages = f" with {schedule} is {len(rank_of)} stages, and" if len(rank_of) > num_ranks else ""
+        raise ConfigError(f"pipeline_parallel={num_ranks}{stages} needs as many blocks, and {lists} has {len(blocks)}.")
+    ends = {one: end for stack in stacks for one, end in _ends(model, stack).items()}
+    heads = [name for name, _ in model.named_children() if not _is_above(name, stacks) and name not in ends]
+    ends |= dict.fromkeys(heads, blocks[-1])
+    sizes = [_count(model, one) + sum(_count(model, path) for path in ends if ends[path] == one) for one in blocks]
+    ranges = balance(sizes, len(rank_of))
+    stages_of = {block: frozenset({stage}) for stage, one in enumerate(ranges) for block in (blocks[at] for at in one)}
+    stages_of |= {path: stages_of[block] for path, block in ends.items()}
+    for stack in stacks:
+        if bias := find_bias(model, stack):
+            own = [stages_of[block] for block in blocks if block.startswith(stack.blocks + ".")]
+            stages_of = {bias: frozenset().union(*own), **stages_of}
+    if odd := [name for name, _ in model.named_parameters() if not _find(stages_of, name)]:
+        raise refuse(model, f"it uses {', '.join(odd)} outside of its blocks, and it is not known at which stage")
     config: Any = model.config
-    if getattr(config, "is_decoder", False) and getattr(config, "add_cross_attention", False):
-        raise ConfigError(
-            "pipeline_parallel has no way for encoder_hidden_states: add_cross_attention=True cannot be split."
-        )
-    names = list(blocks._modules)
-    if len(names) < num_stages:
-        raise ConfigError(
-            f"pipeline_parallel={num_stages} needs as many blocks, and {family.base}.{family.blocks} has {len(names)}."
-        )
-    counts = [_count(one) for one in blocks.children()]
-    front, back = (_paths(model, family, parts) for parts in (family.front, family.back))
-    heads = [name for name, _ in model.named_children() if name != family.base]
-    sizes = [sum(_count(model.get_submodule(path)) for path in paths) for paths in (front, [*back, *heads])]
-    ranges = balance(counts, num_stages, sizes[0], sizes[1])
-    ties = tuple(_ties(model, front, [*back, *heads]))
-    stages = tuple(tuple(names[at] for at in one) for one in ranges)
-    return StageSplit(family.base, config.hidden_size, stages, ties, family)
+    ties = tuple(_ties(model, stages_of, rank_of))
+    num_encoder_blocks = sum(one.startswith(stacks[0].blocks + ".") for one in blocks)
+    return StageSplit(stacks, tuple(ranges), rank_of, ties, config.hidden_size, num_encoder_blocks, stages_of)
+
+
+def stage_ranks(num_ranks: int, schedule: str | None) -> tuple[int, ...]:
+    """Return the rank of each stage: one for each rank, or several in loops over the ranks, or down a V and up again."""
+    ranks = tuple(range(num_ranks))
+    if schedule in _SINGLE_SCHEDULES:
+        return ranks
+    return ranks + ranks[::-1] if schedule in V_SCHEDULES else ranks * _CHUNKS
+
+
+def refuse(model: nn.Module, reason: str) -> ConfigError:
+    """Return the error for a model that cannot be split."""
+    return ConfigError(
+        f"pipeline_parallel cannot split a {type(model).__name__}: {reason}. Use zero_stage=3 or tensor_parallel, which also "
+        "divide the memory of a model."
+    )
 
 
 def item_counter(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Tensor | int]:
-    """Return how many items of a batch a model's own loss is a mean over."""
-    name = known_class(model, _CLASSES)
-    assert name is not None
-    return _CLASSES[name][1]
+    """Return how many items of a batch a model's own loss is a mean over.
+
+    Raises:
+        ConfigError: The loss is another one than transformers gives the class, or no mean over items.
+    """
+    config: Any = model.config
+    name = type(model).__name__
+    kind = getattr(model, "loss_type", None) or ("ForCausalLM" if name.endswith("LMHeadModel") else None)
+    if hasattr(model, "_loss_function"):
+        raise refuse(
+            model, "its loss_function is one of your own, and it is not known over how many items it is a mean"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise refuse(model, "output_router_logits=True adds a loss over the routers of all stages; leave it out")
+    if kind == "ForCausalLM":
+        return lambda batch: (batch["labels"][:, 1:] != -100).sum()
+    if kind in ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration"):
+        return lambda batch: (batch["labels"] != -100).sum()
+    if kind == "ForSequenceClassification":
+        if not any(one.__name__ in _ENCODERS for one in type(model.base_model).__mro__):
+            raise refuse(model, "its head looks for the last token in input_ids, which the last stage does not see")
+        return _count_rows
+    raise refuse(model, f"its loss is {kind or 'not known'}, and not one of a language model or of a classifier")
 
 
-def balance(sizes: Sequence[int], num_stages: int, front: int = 0, back: int = 0) -> list[range]:
+def _count_rows(batch: Mapping[str, Tensor]) -> Tensor | int:
+    labels = batch["labels"]
+    return labels.shape[0] if labels.is_floating_point() else (labels != -100).sum()
+
+
+def find_bias(model: nn.Module, stack: Stack) -> str | None:
+    """Return the path of T5's relative position bias, which its first block computes for all blocks of the stack."""
+    path = f"{stack.blocks}.0.layer.0.SelfAttention.relative_attention_bias"
+    return path if _has(model, path) else None
+
+
+def balance(sizes: Sequence[int], num_stages: int) -> list[range]:
     """Cut a list into consecutive parts, so that the largest part is as small as possible; no part is empty.
 
     Args:
         sizes: The size of each element; at least as many as parts.
         num_stages: The number of parts.
-        front: What is added to the first part.
-        back: What is added to the last part.
     """
     number = len(sizes)
-    sums = [front]
+    sums = [0]
     for one in sizes:
         sums.append(sums[-1] + one)
-    sums[-1] += back
     # best[end]: the largest part of the best cut of the first `end` elements, and where its last part begins.
     starts: list[list[int]] = []
     best = [sums[end] for end in range(number + 1)]
@@ -180,46 +222,85 @@ def balance(sizes: Sequence[int], num_stages: int, front: int = 0, back: int = 0
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
-def _family_of(model: nn.Module) -> _Family:
-    try:
-        name = known_class(model, _CLASSES)
-    except UnsureError as problem:
-        raise ConfigError(f"pipeline_parallel cannot split the model: {problem}.") from None
-    if name is None:
-        known = ", ".join(one.rpartition(".")[2] for one in _CLASSES)
-        raise ConfigError(
-            f"pipeline_parallel cannot split a {type(model).__name__}: it splits {known}. Models of an encoder and a decoder "
-            "(T5) have two streams of hidden states, and are not split."
+def _read_stacks(model: nn.Module) -> tuple[Stack, ...]:
+    """Return the stacks of a model, by transformers' plan or our own."""
+    config, base = getattr(model, "config", None), getattr(model, "base_model", None)
+    if base is None or not type(model).forward.__module__.startswith("transformers."):
+        raise refuse(model, "it is no model of transformers, or has another forward pass than that")
+    if getattr(config, "is_decoder", False) and getattr(config, "add_cross_attention", False):
+        raise refuse(model, "there is no way for encoder_hidden_states with add_cross_attention=True")
+    path = next(name for name, module in model.named_modules() if module is base)
+    known = next((_STACKS[one.__name__] for one in type(base).__mro__ if one.__name__ in _STACKS), None)
+    if known is None:
+        known = (_read_plan(model, base),)
+    stacks: list[Stack] = []
+    for module, blocks, front, back in known:
+        at = _join(path, module)
+        paths = [tuple(_join(at, one) for one in names if _has(base, _join(module, one))) for names in (front, back)]
+        if len(known) > 1 and not stacks:
+            paths[0] += (_join(path, _SHARED_EMBEDDING),)
+        stacks.append(Stack(at, _join(at, blocks), *paths))
+    return tuple(stacks)
+
+
+def _read_plan(model: nn.Module, base: nn.Module) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
+    """Return what transformers' plan for pipelines says of a model's parts, in the order in which they are called."""
+    plan = getattr(base.config, "base_model_pp_plan", None)
+    names = [name for name in plan or () if _has(base, name)]
+    lists = [name for name in names if isinstance(base.get_submodule(name), nn.ModuleList)]
+    if len(lists) != 1:
+        raise refuse(
+            model,
+            f"it is none of {', '.join(_STACKS)}, and transformers has no plan for its stages (base_model_pp_plan)",
         )
-    return _CLASSES[name][0]
+    at = names.index(lists[0])
+    return "", lists[0], tuple(names[:at]), tuple(names[at + 1 :])
 
 
-def _paths(model: nn.Module, family: _Family, parts: Mapping[str, Any]) -> list[str]:
-    paths = [f"{family.base}.{path}" for path in parts]
-    return [path for path in paths if path in dict(model.named_modules())]
+def _ends(model: nn.Module, stack: Stack) -> dict[str, str]:
+    """Return the block with which each part before and after the blocks goes."""
+    names = list(model.get_submodule(stack.blocks)._modules)
+    return {
+        path: f"{stack.blocks}.{name}"
+        for paths, name in ((stack.front, names[0]), (stack.back, names[-1]))
+        for path in paths
+    }
 
 
-def _count(module: nn.Module) -> int:
-    return sum(one.numel() for one in module.parameters())
-
-
-def _ties(model: nn.Module, front: Sequence[str], back: Sequence[str]) -> Iterator[tuple[str, str]]:
-    places: dict[int, list[str]] = {}
+def _ties(
+    model: nn.Module, stages_of: Mapping[str, frozenset[int]], rank_of: Sequence[int]
+) -> Iterator[dict[int, str]]:
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), []).append(name)
-    for names in places.values():
-        groups = [[name for name in names if _is_below(name, paths)] for paths in (front, back)]
-        others = [name for name in names if name not in groups[0] and name not in groups[1]]
-        if len(names) > 1 and others:
-            raise ConfigError(f"pipeline_parallel cannot split blocks that share a parameter: {', '.join(names)}.")
-        if groups[0] and groups[1]:
-            yield groups[0][0], groups[1][0]
+        names.setdefault(parameter, []).append(name)
+    for several in names.values():
+        ranks: dict[int, str] = {}
+        for name in several:
+            for stage in _find(stages_of, name):
+                ranks.setdefault(rank_of[stage], name)
+        if len(ranks) > 1:
+            yield dict(sorted(ranks.items()))
 
 
-def _is_below(name: str, paths: Sequence[str]) -> bool:
-    return any(name.startswith(path + ".") for path in paths)
+def _find(stages_of: Mapping[str, frozenset[int]], path: str) -> frozenset[int]:
+    return next((stages for one, stages in stages_of.items() if f"{path}.".startswith(one + ".")), frozenset())
 
 
-def _replace(module: nn.Module, path: str, by: nn.Module | None) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(module.get_submodule(parent), name, by)
+def _is_above(name: str, stacks: Sequence[Stack]) -> bool:
+    return any(f"{stack.module}.".startswith(name + ".") for stack in stacks)
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    try:
+        module.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _count(model: nn.Module, path: str) -> int:
+    return sum(one.numel() for one in model.get_submodule(path).parameters())
+
+
+def _join(path: str, name: str) -> str:
+    return ".".join(one for one in (path, name) if one)

@@ -11,13 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raysgd.engine.config import RECOMPUTED_EVERY, EngineConfig
+from raysgd.engine.optimizer_shards import BUCKET_BYTES
 from raysgd.engine.planning.profile import Amount, ModelProfile, ParameterInfo, Segment
 
 # FSDP2 gathers the next block while the current one computes, and reduces the gradients of one while those of the next
 # are computed (Zhao et al. 2023, section 3.3: at most two all-gathers are in flight).
 _BLOCKS_IN_FLIGHT = 2
-#: Gradients that ZeRO-1 and 2 send together, as `raysgd.engine.optimizer_shards` and DDP do.
-BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

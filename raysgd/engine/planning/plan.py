@@ -249,7 +249,8 @@ def predict_memory(
     )
     profile = profile_model(model, optimizer_fn, [model.num_rows])
     support = EngineSupport(model.model, has_own_plan=tensor_plan is not None)
-    if obstacle := support.find_obstacle(config):
+    sharding_obstacle = profile.tensor_parallel_obstacle if config.tensor_parallel > 1 else None
+    if obstacle := support.find_obstacle(config) or sharding_obstacle:
         raise ConfigError(obstacle)
     profile = replace(profile, stage_blocks=support.stage_blocks)
     if config.fused_optimizer is None:

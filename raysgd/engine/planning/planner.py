@@ -179,12 +179,8 @@ def profile_model(model: TracedModel, optimizer_fn: OptimizerFn, rows: list[int]
     """Trace a model for sizes of a micro-batch, and describe its parameters."""
     steps = {count: model.trace(count) for count in rows}
     first = next(iter(steps.values()))
-    obstacle = None
-    if not any(kind != "vocabulary" for kind, _ in model.layout.kinds.values()):
-        obstacle = "no layers were found that ranks can share"
-    elif model.layout.unknown:
-        obstacle = f"it is not known how ranks share {model.layout.unknown[0]}"
-    elif first.leaking_block is not None:
+    obstacle = model.layout.obstacle
+    if model.layout.has_own_plan and first.leaking_block is not None:
         obstacle = f"the layers of {first.leaking_block} are not pairs of column- and row-parallel layers"
     segments: dict[int, tuple[Segment, ...]] = {count: step.segments for count, step in steps.items()}
     return ModelProfile(

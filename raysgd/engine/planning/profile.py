@@ -143,7 +143,7 @@ class ModelProfile:
         stacks: The name of each stack of blocks, and how many it has.
         stage_blocks: The blocks of each pipeline stage, by the number of stages; contiguous and equal parts if not given.
         head_counts: Numbers of attention heads, which ``tensor_parallel`` must divide.
-        tensor_parallel_obstacle: Why layers cannot be shared by ranks; None if they can.
+        tensor_parallel_obstacle: Why layers cannot be sharded; None if they can.
         steps: The segments of a step by rows of the micro-batch.
         cache: Sums that several strategies share, by what they depend on; see `cached`.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 from torch import nn
 
@@ -60,11 +59,7 @@ class EngineSupport:
     def _find_splitting_obstacle(self, num_stages: int) -> str | None:
         if num_stages not in self._split:
             try:
-                split = read_model(self._model, num_stages)
-                ends = [0]
-                for names in split.blocks:
-                    ends.append(ends[-1] + len(names))
-                self._stage_blocks[num_stages] = tuple(range(a, b) for a, b in pairwise(ends))
+                self._stage_blocks[num_stages] = read_model(self._model, num_stages).ranges
                 self._split[num_stages] = None
             except ConfigError as error:
                 self._split[num_stages] = str(error)

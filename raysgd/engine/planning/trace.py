@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from raysgd.engine.config import Precision
-from raysgd.engine.planning.layout import Layout, find_layout, read_own_plan
+from raysgd.engine.planning.layout import Layout, find_layout
 from raysgd.engine.planning.profile import ParameterInfo, Segment
 from raysgd.engine.planning.tracker import SegmentTrace, StepTracker, key_of
 from raysgd.errors import ConfigError
@@ -59,8 +59,8 @@ class TracedModel:
         loss_fn: Computes the loss of a model and a batch. None: the output's loss, or the sum of its first tensor.
         precision: As in `EngineConfig`.
         device: Where the step will run. Attention and dropout keep other tensors on a GPU than on a CPU.
-        tensor_plan: The user's plan of tensor parallelism. Only a dict of torch's styles says how layers are shared; with None
-            or a function, the names of the layers do.
+        tensor_plan: The user's plan of tensor parallelism. With None or a function, the engine's own plan says how layers are
+            sharded.
 
     Raises:
         ConfigError: The model cannot be built on the meta device or has no parameters to train, or the batch has no rows.
@@ -84,9 +84,7 @@ class TracedModel:
         with self._mode:
             _replace_by_fakes(model, dtype)
         self.model = model.train()
-        self.layout: Layout = find_layout(model)
-        if isinstance(tensor_plan, Mapping):
-            self.layout = read_own_plan(model, self.layout, tensor_plan)
+        self.layout: Layout = find_layout(model, tensor_plan)
         if next(model.parameters(), None) is None:
             raise ConfigError("The model has no parameters, so there is nothing to plan.")
         if not any(one.requires_grad for one in model.parameters()):
@@ -261,7 +259,7 @@ class _Recorder:
         self.leaking_block: str | None = None
         self._segments = [tracker.segment]
         self._layout = layout
-        self._last = {id(stack[-1][1]) for stack in layout.stacks.values()}
+        self._last = {id(list(stack.values())[-1]) for stack in layout.stacks.values()}
         # By what a block is built like and called with: its segments so far, and what it returned.
         self._occurrences: dict[Any, list[SegmentTrace]] = {}
         self._returned: dict[Any, Any] = {}

@@ -226,7 +226,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_sharded = any(self._part(key).sharded for key in keys)
         self._last_op_is_divided = is_sharded or bool(kinds)
         if kinds and op in _MATMULS:
-            if "vocabulary" in kinds:
+            if "whole" in kinds:
                 return False, False
             if not self.in_backward:
                 self.is_mismatched = self.is_mismatched or ("column" in kinds) == is_sharded
@@ -237,7 +237,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in results:
                 if (key := key_of(tensor)) not in self._known:
                     self._kinds[key] = kinds[0]
-            return kinds[0] != "vocabulary", False
+            return kinds[0] != "whole", False
         return is_sharded, False
 
     def _note_gathered(self, keys: list[int]) -> None:

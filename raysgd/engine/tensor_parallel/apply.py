@@ -93,8 +93,9 @@ def _call_function(plan: Callable[[nn.Module, DeviceMesh], object], model: nn.Mo
         if "mesh_dim_name" not in str(problem):
             raise
         raise ConfigError(
-            f"The function that is given as tensor_plan asks its mesh for an axis that it has not: {problem.args[0]} It gets the "
-            "tensor-parallel axis alone: give the mesh itself to parallelize_module, and leave data parallelism to the engine."
+            f"The function that is given as tensor_plan asks its mesh for an axis that does not exist: {problem.args[0]} It gets "
+            "the tensor-parallel axis alone: give the mesh itself to parallelize_module, and leave data parallelism to the "
+            "engine."
         ) from problem
     if returned is not None and returned is not model:
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn import functional
 from raysgd.engine.tensor_parallel.layers import _Layer
 
 
-class SharedMultiheadAttention(_Layer):
+class ShardedMultiheadAttention(_Layer):
     """Multi-head attention with ``nn.MultiheadAttention``'s arguments, of which each rank computes its heads.
 
     `out_proj` is a `RowLinear`, so the outputs are whole. The forward pass is written again: torch's own checks that the
@@ -31,7 +30,7 @@ class SharedMultiheadAttention(_Layer):
     k_proj_weight: Tensor
     v_proj_weight: Tensor
     out_proj: nn.Module
-    _tp_draws: Callable[[Any], bool]
+    _tp_draws: bool
 
     def forward(
         self,
@@ -52,7 +51,7 @@ class SharedMultiheadAttention(_Layer):
         queries, keys, values = (self._heads(one) for one in self._project(*rows))
         if key_padding_mask is not None and not is_batched:
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        with self._tp.own_generator() if self.training and self._tp_draws(self) else nullcontext():
+        with self._tp.own_generator() if self.training and self._tp_draws else nullcontext():
             attended, weights = self._attend(
                 queries, keys, values, key_padding_mask, attn_mask, need_weights=need_weights, is_causal=is_causal
             )

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: torch 2.13 has new names for both.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from raysgd.engine.local_tensors import all_gather, reduce_scatter
 
 
 def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -77,7 +75,7 @@ def _all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     size = dist.get_world_size(group)
     rows = tensor.movedim(dim, 0).contiguous()
     whole = rows.new_empty((size * rows.shape[0], *rows.shape[1:]))
-    _all_gather_single(whole, rows, group=group)
+    all_gather(whole, rows, group=group)
     return whole.movedim(0, dim).contiguous()
 
 
@@ -85,7 +83,7 @@ def _reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tenso
     size = dist.get_world_size(group)
     rows = tensor.movedim(dim, 0).contiguous()
     part = rows.new_empty((rows.shape[0] // size, *rows.shape[1:]))
-    _reduce_scatter_single(part, rows, group=group)
+    reduce_scatter(part, rows, group=group)
     return part.movedim(0, dim).contiguous()
 
 

@@ -36,6 +36,15 @@ def mix_in(module: nn.Module, mixin: type, context: TensorContext, **attributes:
         setattr(module, name, value)
 
 
+def draws(module: nn.Module) -> bool:
+    """Whether a module draws random numbers when it trains, as far as its attributes say."""
+    return any(
+        (isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0)
+        or any("drop" in name and isinstance(value, (int, float)) and value > 0 for name, value in vars(one).items())
+        for one in module.modules()
+    )
+
+
 @cache
 def _subclass(mixin: Any, of: Any) -> type:
     names = {"__module__": of.__module__, "__qualname__": of.__qualname__, "__doc__": of.__doc__}
@@ -205,12 +214,12 @@ class Region(_Layer):
         _tp_inputs: The arguments that come from outside of the region: hidden states, and then those of another stack, which
             all ranks have.
         _tp_weights: Where the outputs have the attention's weights; None if there are none.
-        _tp_draws: Whether a module draws random numbers when it trains.
+        _tp_draws: Whether the layer draws random numbers when it trains.
     """
 
     _tp_inputs: tuple[str, ...]
     _tp_weights: int | None
-    _tp_draws: Callable[[Any], bool]
+    _tp_draws: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, *others = self._tp_inputs
@@ -218,7 +227,7 @@ class Region(_Layer):
         for other in others:
             args, kwargs = _with_argument(self, args, kwargs, other, self._tp.copy)
         # Without `with` where nothing is drawn: torch.compile does not compile such a context manager.
-        if self.training and self._tp_draws(self):
+        if self.training and self._tp_draws:
             with self._tp.own_generator():
                 outputs = super().forward(*args, **kwargs)
         else:
@@ -246,11 +255,13 @@ class SequenceBlock(_Layer):
         _tp_stack: The stack.
         _tp_is_first: Whether the block is the stack's first.
         _tp_is_last: Whether the block is the stack's last.
+        _tp_draws: Whether the block draws random numbers when it trains.
     """
 
     _tp_stack: SequenceStack
     _tp_is_first: bool
     _tp_is_last: bool
+    _tp_draws: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stack = self._tp_stack
@@ -264,7 +275,7 @@ class SequenceBlock(_Layer):
             )
         outer = self._tp.set_stack(stack)
         try:
-            if self.training and stack.is_sharded and self._draws():
+            if self.training and stack.is_sharded and self._tp_draws:
                 with self._tp.own_generator():
                     outputs = super().forward(*args, **kwargs)
             else:
@@ -276,13 +287,6 @@ class SequenceBlock(_Layer):
         if isinstance(outputs, Tensor):
             return self._tp.close_sequence(outputs, stack)
         return (self._tp.close_sequence(outputs[0], stack), *outputs[1:])
-
-    def _draws(self) -> bool:
-        for one in self.modules():
-            draws = one.__dict__.get("_tp_draws")
-            if one.p > 0 if isinstance(one, nn.Dropout) else draws is not None and draws(one):
-                return True
-        return False
 
 
 @cache

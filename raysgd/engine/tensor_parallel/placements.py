@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from raysgd.engine.local_tensors import make_dtensor
 from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
 from raysgd.errors import ConfigError
 
@@ -37,8 +38,7 @@ def distribute_parameter(parameter: nn.Parameter, mesh: DeviceMesh, placement: P
     full = parameter.detach().clone(memory_format=torch.contiguous_format)
     broadcast_from_first(full, mesh.get_group())
     local = _cut(full, placement, mesh.get_local_rank(), mesh.size())
-    stride = torch.empty(full.shape, device="meta").stride()
-    tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=full.shape, stride=stride)
+    tensor = make_dtensor(local, mesh, [placement], full.shape)
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 

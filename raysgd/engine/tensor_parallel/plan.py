@@ -46,7 +46,7 @@ class TensorPlan:
 
     Attributes:
         size: The ranks over which each layer is sharded.
-        sequence_parallel: Whether they also share the activations between regions.
+        sequence_parallel: Whether the activations between regions are sharded too.
         styles: The styles by the layers' paths.
         context: What the layers will share; a plan is applied once.
     """
@@ -71,7 +71,7 @@ def make_tensor_plan(model: nn.Module, size: int, sequence_parallel: bool = Fals
     Args:
         model: The model, with ordinary parameters.
         size: The ranks over which each layer is sharded.
-        sequence_parallel: Whether they also share the activations between regions, along the sequence.
+        sequence_parallel: Whether the activations between regions are sharded too, along the sequence.
 
     Raises:
         ConfigError: `size` does not divide heads or features, or the structure is not known; the message has the modules'
@@ -142,7 +142,7 @@ class _Planner:
             styles.append(MultiheadHeads(context, path))
         if unit.region is not None:
             local = {name: value // self.size for name, value in unit.local.items()}
-            styles.append(Heads(context, at(unit.region), unit.inputs, unit.weights, unit.draws, local))
+            styles.append(Heads(context, at(unit.region), unit.inputs, unit.weights, local))
         self.styles |= {one.path: one for one in styles}
 
     # Embeddings and the output layer

@@ -70,9 +70,8 @@ class Unit:
         region: The module, below the unit's own, through which inputs enter; None if they enter through `columns`.
         inputs: The region's arguments that come from outside: hidden states, and then those of another stack.
         weights: Where the region's outputs have the attention's weights; None if there are none.
-        draws: Whether the region draws random numbers when it trains.
         local: The attributes that count heads or features in the region's forward pass.
-        own_dropouts: Dropouts inside of the unit.
+        own_dropouts: Dropouts inside of a unit that is no region.
         summed: Layers inside of the unit that all ranks have, and whose gradients are those of a rank's own heads.
         head_embeddings: Embeddings with a column for each head.
         is_multihead: Whether the unit is an ``nn.MultiheadAttention``, which holds its weights itself.
@@ -86,7 +85,6 @@ class Unit:
     region: str | None = None
     inputs: tuple[str, ...] = ("hidden_states",)
     weights: int | None = 1
-    draws: Callable[[Any], bool] = lambda module: False
     local: dict[str, int] = field(default_factory=dict)
     own_dropouts: list[str] = field(default_factory=list)
     summed: list[str] = field(default_factory=list)
@@ -186,9 +184,7 @@ def _gpt2_attention(module: Any) -> Iterator[Unit]:
         ["c_proj"],
         region="",
         inputs=("hidden_states", "encoder_hidden_states"),
-        draws=lambda one: one.attn_dropout.p > 0,
         local={"num_heads": module.num_heads, "split_size": embed},
-        own_dropouts=["attn_dropout"],
     )
 
 
@@ -213,7 +209,6 @@ def _bert_attention(module: Any) -> Iterator[Unit]:
         ["output.dense"],
         region="self",
         inputs=("hidden_states", "encoder_hidden_states"),
-        draws=lambda one: one.dropout.p > 0,
         local={"num_attention_heads": inner.num_attention_heads, "all_head_size": width},
     )
 
@@ -240,7 +235,6 @@ def _t5_attention(module: Any) -> Iterator[Unit]:
         region="",
         inputs=("hidden_states", "key_value_states"),
         weights=2,
-        draws=lambda one: one.dropout > 0,
         local={"n_heads": heads, "inner_dim": module.inner_dim},
         head_embeddings=["relative_attention_bias"] if module.has_relative_attention_bias else [],
     )
@@ -258,7 +252,6 @@ def _t5_dense(module: Any) -> Iterator[Unit]:
         ["wo"],
         region="",
         weights=None,
-        own_dropouts=["dropout"],
     )
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from raysgd.engine.tensor_parallel.attention import SharedMultiheadAttention
+from raysgd.engine.tensor_parallel.attention import ShardedMultiheadAttention
 from raysgd.engine.tensor_parallel.layers import (
     ColumnLinear,
     FeatureEmbedding,
@@ -20,6 +20,7 @@ from raysgd.engine.tensor_parallel.layers import (
     RowLinear,
     SequenceBlock,
     VocabularyEmbedding,
+    draws,
     mix_in,
 )
 from raysgd.engine.tensor_parallel.placements import fused_shard
@@ -173,13 +174,11 @@ class Heads(Style):
     Attributes:
         inputs: See `Region`.
         weights: See `Region`.
-        draws: See `Region`.
         local: Attributes with which the layer's forward pass counts heads or features: this rank's values.
     """
 
     inputs: tuple[str, ...]
     weights: int | None
-    draws: Callable[[Any], bool]
     local: Mapping[str, int]
 
     def change(self, module: nn.Module) -> None:
@@ -189,7 +188,7 @@ class Heads(Style):
             self.context,
             _tp_inputs=self.inputs,
             _tp_weights=self.weights,
-            _tp_draws=self.draws,
+            _tp_draws=draws(module),
             **self.local,
         )
 
@@ -208,7 +207,7 @@ class MultiheadHeads(Style):
         }
 
     def change(self, module: nn.Module) -> None:
-        mix_in(module, SharedMultiheadAttention, self.context, _tp_draws=lambda one: one.dropout > 0)
+        mix_in(module, ShardedMultiheadAttention, self.context, _tp_draws=draws(module))
 
     def describe(self) -> str:
         return "heads sharded"
@@ -245,6 +244,7 @@ class Block(Style):
                 _tp_stack=self.stack,
                 _tp_is_first=self.is_first,
                 _tp_is_last=self.is_last,
+                _tp_draws=draws(module),
             )
 
     def describe(self) -> str:

@@ -87,7 +87,6 @@ def planned_unit(model: Any, module: Any, styles: Mapping[str, str]) -> Unit:
         region="",
         inputs=(first_argument(type(module)), *_OTHER_STATES),
         weights=None if head_dim is None else 1,
-        draws=_draws,
     )
 
 
@@ -141,15 +140,6 @@ def _check_forward(model: Any, module: nn.Module) -> None:
     name = type(module).forward.__module__
     if not any(f"{name}.".startswith(f"{one}.") for one in known if one):
         raise UnsureError(f"its class {type(module).__name__} has a forward pass of its own")
-
-
-def _draws(module: nn.Module) -> bool:
-    """Whether a module draws random numbers when it trains: true too often costs a seed, and no more."""
-    return any(
-        (isinstance(one, nn.Dropout) and one.p > 0)
-        or any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(one).items())
-        for one in module.modules()
-    )
 
 
 def _is_plain_loop(model: Any, name: str) -> bool:
