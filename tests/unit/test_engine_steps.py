@@ -480,3 +480,20 @@ def test_zero_3_step_makes_no_more_operations_than_fsdp_by_hand() -> None:
         optimizer_of_engine.zero_grad()
 
     assert count(with_engine) <= count(by_hand)
+
+
+def test_model_that_was_compiled_in_the_users_way_stays_so() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model, plain = make_model(), make_model()
+    model.compile(backend=backend)
+    engine = raysgd.Engine(precision="bf16")
+    model, *_ = engine.compose(model=model)
+    loss = loss_of(model, 0)
+    engine.backward(loss)
+    assert graphs
+    assert loss.item() == pytest.approx(loss_of(plain, 0).item(), rel=0.02)
