@@ -1,6 +1,7 @@
 """Models of transformers, with random weights, end to end in one worker group, against plain loops in one process.
 
-A decoder with FSDP2 and tensor parallelism, of which a worker is killed, and an encoder that a template trains.
+A decoder with FSDP2 and tensor parallelism, of which a worker is killed; an encoder-decoder in the stages of a pipeline; and an
+encoder that a template trains.
 """
 
 from __future__ import annotations
@@ -102,6 +103,15 @@ def test_sharded_decoder_resumes_after_a_death_with_the_plain_losses(trainer: ra
     model = build("llama", seed=5)
     model.load_state_dict(saved.load()["model"])
     assert float(model(**batch("llama", 0, is_even=True)).loss) < expected[0]
+
+
+def test_encoder_decoder_trains_in_pipeline_stages_to_the_plain_losses(trainer: raysgd.Trainer) -> None:
+    expected = train_plainly(build("t5"), [batch("t5", step, is_even=True) for step in range(NUM_STEPS)])
+    strategies = {"pipeline_parallel": 2, "micro_batches": 2, "zero_stage": 2, "activation_checkpointing": "full"}
+    results = losses_of(trainer, train_model, {"kind": "t5", "strategies": strategies})
+    assert [result["loss"] for result in results] == pytest.approx(expected, rel=1e-5)
+    saved = trainer.get_last_checkpoint()
+    assert saved is not None and set(saved.load()["model"]) == set(build("t5").state_dict())
 
 
 # -- a template ----------------------------------------------------------------------------------------------------------
