@@ -211,7 +211,6 @@ class OptimizerShards:
         return local_of(parameter).detach()
 
     def _make_tensor(self, parameter: nn.Parameter) -> torch.Tensor:
-
         own = self._own(parameter)
         if own.dtype == (dtype := _master_type(own)):
             return parameter
