@@ -60,7 +60,7 @@ class Decoder(nn.Module):
 
 
 BATCH = {"ids": (8, 512), "labels": (8, 512)}
-#: The engine does not know the class, so that its layers are shared by a plan of the user's own.
+#: The engine does not know the class, so that its layers are sharded by a plan of the user's own.
 TENSOR_PLAN: dict[str, Any] = {
     **{f"layers.*.attention.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
     "layers.*.attention.o_proj": RowwiseParallel(),
@@ -163,13 +163,13 @@ def test_rows_of_all_micro_batches_are_the_batch() -> None:
 @pytest.mark.parametrize(
     ("num_workers", "fixed", "message"),
     [
-        (4, {"tensor_parallel": 3}, r"3 x 1 = 3 ranks hold one copy of the model, which does not divide 4 workers"),
+        (4, {"tensor_parallel": 3}, r"3 x 1 = 3 ranks hold one replica, which does not divide 4 workers"),
         (8, {"tensor_parallel": 8}, r"8 ranks do not divide 12 attention heads: 8 / 12|12 / 8 = 1\.50"),
         (16, {"pipeline_parallel": 16}, r"16 stages are more than the model's 12 layers"),
         (
             3,
             {"tensor_parallel": 1, "pipeline_parallel": 1},
-            r"3 / \(1 x 1\) = 3 copies of the model do not divide the batch of 8 rows",
+            r"3 / \(1 x 1\) = 3 replicas do not divide the batch of 8 rows",
         ),
         (4, {"accumulation_steps": 3, "pipeline_parallel": 1}, r"no size of a micro-batch divides the batch"),
     ],

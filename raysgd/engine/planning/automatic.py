@@ -134,7 +134,7 @@ def _choose(config: EngineConfig, given: frozenset[str], composed: Composed, mem
     if not candidates:
         by_hand = {name: value for name, value in fixed.items() if name in given}
         raise ConfigError(
-            f"{say_impossible(refused, by_hand)} Each copy of the model is on {identity.workers_per_replica} workers, as the "
+            f"{say_impossible(refused, by_hand)} Each replica is on {identity.workers_per_replica} workers, as the "
             "Trainer's workers_per_replica says."
         )
     if not candidates[0].is_fitting:

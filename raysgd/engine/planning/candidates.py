@@ -29,7 +29,7 @@ class Candidate:
 
     Attributes:
         config: The strategy.
-        data_parallel: Copies of the model.
+        data_parallel: Replicas.
         num_rows: Rows of a micro-batch.
         memory: What the rank that needs most needs.
         time: The time of one optimizer step.
@@ -85,7 +85,7 @@ class Space:
     """The strategies between which a plan chooses.
 
     Attributes:
-        configs: Strategies with copies of the model and rows of a micro-batch.
+        configs: Strategies with replicas and rows of a micro-batch.
         refused: Why others cannot work, by the strategy in words.
     """
 
@@ -134,7 +134,7 @@ def list_space(
         num_workers: Devices.
         batch_rows: Rows of all micro-batches of an optimizer step.
         refuse: What the engine refuses.
-        workers_per_replica: Devices that hold one copy of the model; others are not listed. None: any number.
+        workers_per_replica: Devices that hold one replica; others are not listed. None: any number.
     """
     configs: list[tuple[EngineConfig, int, int]] = []
     refused: dict[str, str] = {}
@@ -215,13 +215,13 @@ def _find_obstacle(profile: ModelProfile, tensor: int, pipeline: int, num_worker
     product_of_both = tensor * pipeline
     if num_workers % product_of_both:
         return (
-            f"{tensor} x {pipeline} = {product_of_both} ranks hold one copy of the model, which does not divide "
+            f"{tensor} x {pipeline} = {product_of_both} ranks hold one replica, which does not divide "
             f"{num_workers} workers"
         )
     data_parallel = num_workers // product_of_both
     if batch_rows % data_parallel:
         return (
-            f"{num_workers} / ({tensor} x {pipeline}) = {data_parallel} copies of the model do not divide the batch of "
+            f"{num_workers} / ({tensor} x {pipeline}) = {data_parallel} replicas do not divide the batch of "
             f"{batch_rows} rows"
         )
     if tensor > 1:

@@ -89,7 +89,7 @@ def estimate_memory(
     Args:
         profile: The traced model, with a step of ``num_rows``.
         config: The strategy.
-        data_parallel: Copies of the model, between which ZeRO shards.
+        data_parallel: Replicas, between which ZeRO shards.
         num_rows: Rows of a micro-batch.
     """
     stages = range(config.pipeline_parallel)
@@ -322,7 +322,7 @@ def _estimate_activations(
 
 
 def _gathers_converted(config: EngineConfig) -> bool:
-    """Whether FSDP gathers weights in the type of autocast, which then makes no copies; see `Composition`."""
+    """Whether FSDP gathers weights in the type of autocast, which then makes no copies; see `raysgd.engine.fully_sharded`."""
     return config.zero_stage == 3 and config.pipeline_parallel == 1
 
 

@@ -309,7 +309,7 @@ def _explain_time(one: Candidate, chosen: Candidate) -> str:
         "recompute_s": "repeated forward passes",
         "tensor_s": "tensor-parallel communication",
         "bubble_s": "waiting in the pipeline",
-        "data_s": "communication between copies of the model",
+        "data_s": "communication between replicas",
         "optimizer_s": "the optimizer's step",
     }
     return f"{words[worst]} takes {extra[worst]:.3g} s more"

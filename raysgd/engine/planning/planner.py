@@ -27,7 +27,7 @@ class Workers:
     Attributes:
         count: Devices.
         batch_rows: Rows of one optimizer step, of all devices together.
-        per_replica: Devices that hold one copy of the model between them; None: any number.
+        per_replica: Devices that hold one replica between them; None: any number.
     """
 
     count: int
@@ -137,7 +137,7 @@ class Planner:
                 return
 
     def find_larger_replicas(self, fixed: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the smallest number of workers for each copy of the model with which it fits, with the same batches."""
+        """Yield the smallest number of workers for each replica with which it fits, with the same batches."""
         now = self._workers.per_replica or 1
         for factor in _FACTORS:
             each = now * factor

@@ -3,7 +3,7 @@
 The numbers serve to compare strategies. Computation takes its FLOPs at a given rate, or the launch of its kernels where
 that takes longer. Collectives are rings: all-reduce moves ``2 (n - 1) / n`` of the bytes, all-gather and reduce-scatter
 half of that (Rajbhandari et al., ZeRO, 2020, section 7). A 1F1B pipeline of ``p`` stages idles for ``p - 1`` micro-batches
-(Narayanan et al., 2021). Communication between copies of the model overlaps with computation, that of tensor parallelism
+(Narayanan et al., 2021). Communication between replicas overlaps with computation, that of tensor parallelism
 does not.
 """
 
@@ -64,7 +64,7 @@ class TimeEstimate:
         recompute_s: Forward passes that activation checkpointing repeats.
         tensor_s: All-reduces (or, with sequence parallelism, gathers and reduce-scatters) of tensor parallelism.
         bubble_s: Waiting of a pipeline's stages, and sending between them.
-        data_s: Communication between copies of the model that does not overlap with computation.
+        data_s: Communication between replicas that does not overlap with computation.
         optimizer_s: Reading and writing parameters, gradients and state in the optimizer's step.
     """
 
@@ -152,7 +152,7 @@ def _time_passes(segments: tuple[Segment, ...], config: EngineConfig, hardware: 
 def _time_data(
     profile: ModelProfile, config: EngineConfig, hardware: Hardware, data_parallel: int, stage: int, passes: _Passes
 ) -> tuple[float, float]:
-    """Time the communication between copies of the model that computation does not hide, and the optimizer's step."""
+    """Time the communication between replicas that computation does not hide, and the optimizer's step."""
     sums = sum_states(
         profile,
         tensor_parallel=config.tensor_parallel,

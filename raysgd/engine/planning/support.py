@@ -14,7 +14,7 @@ from raysgd.errors import ConfigError
 
 
 class EngineSupport:
-    """Asks the engine, once for each number of ranks, whether it can share the layers or split the model.
+    """Asks the engine, once for each number of ranks, whether it can shard the layers or split the model.
 
     Args:
         model: The model.

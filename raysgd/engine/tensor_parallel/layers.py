@@ -89,7 +89,7 @@ class ColumnLinear(_Layer):
     def _own_bias(self) -> Tensor | None:
         if self.bias is None or self._tp_num_parts == 1:
             return self._tp.local(self.bias)  # type: ignore[no-any-return]
-        # The bias of a fused layer is replicated: small, and so it is never cut into several pieces.
+        # The bias of a fused layer is replicated: small, and so it is never cut into several parts.
         parts = self._tp.copy(self._tp.local(self.bias)).view(self._tp_num_parts, -1)
         width = parts.shape[1] // self._tp.size
         return parts.narrow(1, self._tp.rank * width, width).reshape(-1)

@@ -1,4 +1,4 @@
-"""Where the values of a parameter lie: cutting a full parameter, and describing the pieces of a sharded one."""
+"""Where the values of a parameter lie: cutting a full parameter, and describing the shards of one."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def boxes_of(
         own = [range(size)]
         for axis, parts in _cuts(dim, mesh_shape, placements):
             total = sum(len(run) for run in own)
-            pieces = [_between(own, part * total // parts, (part + 1) * total // parts) for part in range(parts)]
-            own = [run for piece in pieces for run in _chunk(piece, mesh_shape[axis], coordinate[axis])]
+            fused = [_between(own, part * total // parts, (part + 1) * total // parts) for part in range(parts)]
+            own = [run for part in fused for run in _chunk(part, mesh_shape[axis], coordinate[axis])]
         runs.append(own)
     return [
         (tuple(slice(run.start, run.stop) for run, _ in corner), tuple(place for _, place in corner))
@@ -84,7 +84,7 @@ def boxes_of(
 def fsdp_shard_placement(data_parallel_size: int) -> Callable[[nn.Parameter], Shard | None]:
     """Return a `shard_placement_fn` for `fully_shard`, which shards another dim than tensor parallelism where it can.
 
-    So every piece is one box, or one for each part of a fused weight. FSDP2 by itself shards dim 0, where a fused weight's
+    So every shard is one box, or one for each part of a fused weight. FSDP2 by itself shards dim 0, where a fused weight's
     description would be wrong, and its checkpoints with it: where it would have to, a ConfigError is raised.
     """
 
@@ -102,7 +102,7 @@ def fsdp_shard_placement(data_parallel_size: int) -> Callable[[nn.Parameter], Sh
             shape = tuple(parameter.shape)
             raise ConfigError(
                 f"zero_stage=3 with tensor_parallel cannot divide a fused weight of shape {shape} over {data_parallel_size} "
-                f"copies of the model: {data_parallel_size} does not divide "
+                f"replicas: {data_parallel_size} does not divide "
                 f"{' or '.join(str(shape[dim]) for dim in free) or 'a free dimension'}. Give another number of workers, or "
                 "zero_stage=2."
             )
@@ -115,8 +115,8 @@ def _cut(full: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
     if isinstance(placement, Replicate):
         return full
     dim, parts = _dim_and_parts(placement)
-    pieces = [part.chunk(size, dim)[rank] for part in full.chunk(parts, dim)]
-    return (torch.cat(pieces, dim) if parts > 1 else pieces[0].clone()).contiguous()
+    own = [part.chunk(size, dim)[rank] for part in full.chunk(parts, dim)]
+    return (torch.cat(own, dim) if parts > 1 else own[0].clone()).contiguous()
 
 
 def _dim_and_parts(placement: Placement) -> tuple[int, int]:
@@ -160,10 +160,10 @@ def _between(runs: list[range], first: int, last: int) -> list[range]:
     """Return the elements between two places of some runs that lie one after the other."""
     found, at = [], 0
     for run in runs:
-        piece = run[max(first - at, 0) : max(last - at, 0)]
+        inside = run[max(first - at, 0) : max(last - at, 0)]
         at += len(run)
-        if len(piece):
-            found.append(piece)
+        if len(inside):
+            found.append(inside)
     return found
 
 
