@@ -33,6 +33,7 @@ _NOT_HERE = {
     "plan": "use raysgd.Engine, whose compose is given the optimizer and batches",
     "memory_per_device": "use raysgd.Engine, whose compose is given the optimizer and batches",
     "micro_batches": "use raysgd.Engine, whose compose makes the stages",
+    "pipeline_schedule": "use raysgd.Engine, whose compose makes the stages",
 }
 #: Strategies that act in the optimizer's step.
 _OF_OPTIMIZER = ("clip_grad_norm", "fused_optimizer", "loss_scale", "tensor_parallel")

@@ -44,7 +44,7 @@ class Composition:
 
     Attributes:
         model: The model to train.
-        pipeline: The stage of the model that this rank has, if there are several.
+        pipeline: The stages of the model that this rank has, if there are several.
         pieces: What the optimizer updates in place of parameters, if it does not update all of them as they are.
         numbers: Of the optimizer's parameters, before any was replaced.
         use: What backward passes use of a model that FSDP divides over several ranks.
