@@ -44,6 +44,7 @@ _NOT_HERE = {
     "plan": "use raysgd.Engine, whose compose is given the optimizer and batches",
     "memory_per_device": "use raysgd.Engine, whose compose is given the optimizer and batches",
     "micro_batches": "use raysgd.Engine, whose compose makes the stages",
+    "pipeline_schedule": "use raysgd.Engine, whose compose makes the stages",
 }
 _ADVICE = (
     "are not those of its model, as no backward pass came through model(...) since the last step: call the model that accelerate "

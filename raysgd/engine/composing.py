@@ -50,7 +50,7 @@ class Composed:
     Attributes:
         model: The model to train.
         data_parallel: How the data-parallel ranks hold it.
-        pipeline: The stage of the model that this rank has, if there are several.
+        pipeline: The stages of the model that this rank has, if there are several.
         numbers: Of the optimizer's parameters, before any was replaced; None without an optimizer.
         counted_elsewhere: Ids of the tensors that the optimizer updates and whose gradients another stage counts.
         tied: Names of parameters that are another one too, and the first name of that one.

@@ -204,7 +204,7 @@ def test_pipeline_of_four_stages_trains_to_the_plain_losses(ranks: RankGroup, ki
 @pytest.mark.parametrize(
     ("schedule", "kind"),
     [
-        ("Interleaved1F1B", "t5"),
+        ("Interleaved1F1B", "t5, gated"),
         ("InterleavedZeroBubble", "gpt2"),
         ("LoopedBFS", "bert"),
         ("ZBVZeroBubble", "llama, biased and tied"),

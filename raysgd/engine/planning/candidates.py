@@ -112,7 +112,7 @@ def check_fixed(fixed: Mapping[str, Any]) -> EngineConfig:
         completed.setdefault("zero_stage", 3)
     if fixed.get("sequence_parallel"):
         completed.setdefault("tensor_parallel", 2)
-    if fixed.get("micro_batches") is not None:
+    if fixed.get("micro_batches") is not None or fixed.get("pipeline_schedule") is not None:
         completed.setdefault("pipeline_parallel", 2)
     return EngineConfig(**completed)
 
