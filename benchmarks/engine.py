@@ -335,6 +335,10 @@ def _render_plan(part: dict[str, Any]) -> list[str]:
         *(f"- Missed: {one}." for one in missed),
         *(f"- {what} {', '.join(dict.fromkeys(models))}." for what, models in others.items()),
         "",
+        "A pipeline's last stage drops the logits, which the plan counts, and the plan assigns what the caller of the blocks",
+        "holds for a while to the first stage. With ZeRO-3 and bf16, FSDP gathers all weights in bf16, so that hidden states are",
+        "in bf16 too; the plan has them in fp32, as autocast alone does. In these cases it predicts too much.",
+        "",
     ]
 
 
