@@ -21,6 +21,7 @@ from raysgd.engine.composing import Composed, place_loaded
 from raysgd.engine.config import WITHOUT_OPTIMIZER, EngineConfig
 from raysgd.engine.data_parallel import Mesh
 from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag
+from raysgd.engine.local_tensors import local_of
 from raysgd.engine.precision import LossScale
 from raysgd.errors import UsageError
 from raysgd.session import api
@@ -221,7 +222,8 @@ class Step:
         except RuntimeError:  # torch.compile and some checkpointing allow one pass; or there is no memory for two
             state = torch.tensor(0)
         else:
-            norms = torch.stack([each.float().norm() for each in found if each is not None])
+            # Of each gradient this rank's shard: all ranks compare what they have found.
+            norms = torch.stack([local_of(each).float().norm() for each in found if each is not None])
             state = torch.isfinite(norms).all().to(torch.int64) + 1
         state = state.to(device())
         if api.world_size() > 1:
