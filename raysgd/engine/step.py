@@ -345,7 +345,6 @@ class Step:
     def finish(self) -> None:
         """End a complete step: the optimizer has used its gradients, or has skipped them since they are not finite."""
         skipped = not self.is_finite
-        vars(self._optimizer).pop("found_inf", None)
         if not skipped:
             self._data_parallel.shards.update_parameters()
         self._loss_scale.update(overflowed=skipped)

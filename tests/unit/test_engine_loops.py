@@ -284,6 +284,15 @@ def test_sparse_gradients_are_refused_by_name(strategies: dict[str, Any]) -> Non
         raysgd.Engine(**strategies).compose(model=model, optimizer=torch.optim.SparseAdam(model.parameters()))
 
 
+def test_sparse_gradients_train_without_a_fused_step() -> None:
+    model = nn.Sequential(nn.Embedding(5, 2, sparse=True))
+    before, engine = model[0].weight.clone(), raysgd.Engine(fused_optimizer=False)
+    model, optimizer, *_ = engine.compose(model=model, optimizer=torch.optim.SparseAdam(model.parameters()))
+    engine.backward(model(torch.tensor([3])).sum())
+    optimizer.step()
+    assert (model[0].weight != before).any(1).tolist() == [False, False, False, True, False]
+
+
 @pytest.mark.parametrize("strategies", STAGES[:4], ids=str)
 def test_weight_of_several_blocks_trains_as_in_the_plain_loop(strategies: dict[str, Any]) -> None:
     plain = Net(is_tied=True)
