@@ -80,6 +80,7 @@ class Step:
         self._weight = 0.0  # batches, rows or tokens of the step, on this rank
         self._rows: int | None = None  # of the newest batch, without repeated ones, if a loader has said it
         self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
+        self._num_pipelined = 0  # calls of the pipeline with backward passes, which `backward` has not counted
         self._dataset: Any = None  # of the training loader
         self._divided_by: torch.Tensor | float = 1.0  # what the gradients of a complete step were divided by
         self._parameters = dict(unwrap(composed.model).named_parameters())
@@ -147,6 +148,13 @@ class Step:
                 "with pipeline_parallel the backward passes are made when the model is called; give engine.backward the loss "
                 "that the model returned, unchanged."
             )
+        elif self._num_pipelined == 0:
+            raise UsageError(
+                "with pipeline_parallel the backward passes are made when the model is called in training mode, and it was not "
+                "since the last engine.backward: call model.train() before, and the model outside of torch.no_grad()."
+            )
+        else:
+            self._num_pipelined -= 1
         self.end_pass(weight)
 
     def begin_pass(self) -> None:
@@ -189,6 +197,7 @@ class Step:
         if self._config.weighted_gradients:
             self._pipeline_weight = float(0 if self._rows == 0 else count_rows(batch))
         self.begin_pass()
+        self._num_pipelined += 1
         return self._factor(self._pipeline_weight)
 
     def _weight_of(self, weight: float | None) -> float:
@@ -350,7 +359,7 @@ class Step:
         self._loss_scale.update(overflowed=skipped)
         self._accumulation.on_step(skipped=skipped)
         # If the loop keeps the gradients, those of the next pass are added.
-        self._weight, self._divided_by = 0.0, self._loss_scale.scale
+        self._weight, self._divided_by, self._num_pipelined = 0.0, self._loss_scale.scale, 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, unless they belong to a step that is not complete yet."""
