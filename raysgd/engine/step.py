@@ -163,6 +163,7 @@ class Step:
             self.hidden.restore()
         else:  # there are gradients if the loop has not dropped them, to which more are added
             self._data_parallel.shards.hold_gradients()
+            self._check_kept()
             self._gradients.scale(self._divided_by)
             self._divided_by = 1.0
         self._data_parallel.begin_pass(self._accumulation)
@@ -409,6 +410,14 @@ class Step:
                 "engine.backward was called several times before optimizer.step(), and the engine does not know whether that was "
                 "for one batch with several losses, or for several batches: call optimizer.step() after each batch, or add the "
                 "losses of a batch up and call engine.backward once, or give the loader to compose(train_dataloader=...)."
+            )
+
+    def _check_kept(self) -> None:
+        """Check that no gradients of the step before are kept, if it is not known yet what those of this one are divided by."""
+        if self._config.weighted_gradients and not self._accumulation.is_open and self._gradients.found():
+            raise UsageError(
+                "weighted_gradients=True: there are gradients from before this step, which cannot be added to its weighted mean: "
+                "call optimizer.zero_grad() after each optimizer.step()."
             )
 
     def _check_hooks(self) -> None:
