@@ -53,18 +53,20 @@ class EngineConfig:
         cpu_offload: Whether parameters, gradients and optimizer state wait in host memory. Needs ``zero_stage=3``.
         tensor_parallel: Ranks that each layer is sharded over.
         sequence_parallel: Whether the activations between layers are sharded too, along the sequence.
-        pipeline_parallel: Ranks that hold one stage of the layers each.
+        pipeline_parallel: Ranks that hold the stages of the layers: one each, or two with some schedules.
         micro_batches: Parts that a pipeline cuts each batch into. None: four for each rank of the pipeline.
         pipeline_schedule: In which order the passes of micro-batches run: the name of a class of
             ``torch.distributed.pipelining`` without ``Schedule``. ``"1F1B"`` and ``"GPipe"`` give each rank one stage, the
             others two. None: 1F1B, and GPipe for batches with fewer micro-batches than ranks.
-        accumulation_steps: Batches of the loader per optimizer step. Gradients are communicated once per step.
+        accumulation_steps: Batches of the loader per optimizer step. Gradients are communicated once per step, and with
+            ``zero_stage`` 2 and 3 in each backward pass.
         activation_checkpointing: ``"full"``: each block is computed again in the backward pass. ``"selective"``: every second
             block. None: activations are kept.
         clip_grad_norm: Limit of the gradients' global norm, over all shards; None: gradients are not clipped.
         compile: ``"model"`` or ``"blocks"``: what ``torch.compile`` compiles; None: nothing.
-        fused_optimizer: Whether torch's optimizer makes its steps with one kernel. None: if it can, on a GPU and with
-            ``cpu_offload``, unless it was made with ``fused=`` or ``foreach=``.
+        fused_optimizer: Whether torch's optimizer makes its steps with one kernel. None: on a GPU and with ``cpu_offload``, if
+            it can, unless it was made with ``fused=`` or ``foreach=``. False: as it was made. Adam and AdamW can with all
+            strategies, SGD where ranks hold whole parameters.
         find_unused_parameters: Whether ranks or steps may leave out parameters, as a mixture of experts does. A parameter that
             some ranks have used gets the mean over all ranks; one that none has used stays as it is.
         weighted_gradients: Whether gradients are those of the mean over all rows (or tokens) of a step, when ranks or

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.attached import AttachedForward
+from raysgd.engine.local_tensors import local_of
 from raysgd.engine.pipeline.chunks import BATCH_KEYS, Chunk, check_split, remove_others
 from raysgd.engine.pipeline.stages import V_SCHEDULES, StageSplit, read_model
 from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
@@ -252,9 +252,8 @@ class PipelinedModel(nn.Module):
         """Return the parameters that other ranks have too."""
         model: Any = self._chunks[0].model
         ties = [tie for tie in self.split.ties if self._rank in tie]
-        if ties and hasattr(
-            model, "reshard"
-        ):  # FSDP may have left whole parameters in the place of those with gradients
+        # FSDP may have left whole parameters in the place of those with gradients.
+        if ties and hasattr(model, "reshard"):
             model.reshard()
         return [(tie, model.get_parameter(tie[self._rank])) for tie in ties]
 
@@ -264,7 +263,7 @@ class PipelinedModel(nn.Module):
             return
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        own = parameter.grad.to_local() if is_dtensor(parameter.grad) else parameter.grad
+        own = local_of(parameter.grad)
         parts = {rank: torch.empty_like(own) for rank in tie} | {self._rank: own.contiguous()}
         operations, group = [], self.mesh.get_group()
         for rank in parts.keys() - {self._rank}:

@@ -201,7 +201,7 @@ def choose_fused_step(fixed: Mapping[str, Any], optimizer_fn: Any, device: str) 
     """
     base = getattr(optimizer_fn, "func", optimizer_fn)
     is_fusible = base in (torch.optim.Adam, torch.optim.AdamW)
-    if "fused_optimizer" in fixed or device == "cpu" or not is_fusible:
+    if fixed.get("fused_optimizer") is not None or device == "cpu" or not is_fusible:
         return dict(fixed)
     return {**fixed, "fused_optimizer": True}
 
