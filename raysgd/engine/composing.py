@@ -27,10 +27,9 @@ from raysgd.engine.data_parallel import (
     ShardedGradients,
     ShardedOptimizer,
 )
-from raysgd.engine.optimizer import refuse_optimizer, replace_parameters
+from raysgd.engine.optimizer_parameters import OptimizerNumbers, refuse_optimizer, replace_parameters
 from raysgd.engine.precision import DTYPES, autocast_forward, cast_inputs
 from raysgd.engine.recomputation import recompute
-from raysgd.engine.saving import OptimizerNumbers
 from raysgd.errors import ConfigError
 from raysgd.torch.devices import device
 from raysgd.torch.model import is_wrapped, prepare_optimizer

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import raysgd
 from raysgd.engine.gradients import HostFlag, global_norm
+from raysgd.engine.optimizer_parameters import OptimizerNumbers
 from raysgd.engine.precision import LossScale
-from raysgd.engine.saving import OptimizerNumbers
 from raysgd.engine.tensor_parallel.placements import fsdp_shard_placement
 from raysgd.errors import ConfigError, UsageError
 from raysgd.torch.restoring import place_like
@@ -263,7 +263,7 @@ def test_fused_weight_that_fsdp_would_cut_wrongly_is_refused() -> None:
 
     place = fsdp_shard_placement(3)
     assert place(fused(6)) == Shard(1)
-    with pytest.raises(ConfigError, match=r"fused weight of shape \(12, 5\) over 3 copies.*3 does not divide 5"):
+    with pytest.raises(ConfigError, match=r"fused weight of shape \(12, 5\) over 3 replicas.*3 does not divide 5"):
         place(fused(5))
 
 
