@@ -12,7 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from raysgd.engine.blocks import find_stacks, is_inside
 from raysgd.engine.tensor_parallel import make_tensor_plan
-from raysgd.engine.tensor_parallel.styles import Columns, MultiheadHeads, Rows, Style
+from raysgd.engine.tensor_parallel.attention import ShardedMultiheadAttention
+from raysgd.engine.tensor_parallel.layers import ColumnLinear, RowLinear, Style
 from raysgd.errors import ConfigError
 
 #: What a layer with a sharded weight returns: each rank's own features; a sum over the ranks of products with the ranks' own
@@ -73,17 +74,18 @@ def _read_plan(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, tuple
     kinds: dict[str, tuple[Kind, int]] = {}
     for path, style in styles.items():
         module = model.get_submodule(path)
-        for name, placement in style.placements(module).items():
+        for name, placement in style.placements.items():
             if getattr(module, name, None) is not None and (dim := getattr(placement, "dim", None)) is not None:
                 kinds[f"{path}.{name}" if path else name] = (_kind_of(style), dim)
     return kinds
 
 
 def _kind_of(style: Style) -> Kind:
-    if isinstance(style, Rows) and not style.is_split:
-        return "row"
-    is_column = isinstance(style, MultiheadHeads) or (isinstance(style, Columns) and not style.is_gathered)
-    return "column" if is_column else "whole"
+    if style.layer is ShardedMultiheadAttention:
+        return "column"
+    if style.layer is RowLinear:
+        return "whole" if style.options.get("is_split") else "row"
+    return "column" if style.layer is ColumnLinear and not style.options.get("is_gathered") else "whole"
 
 
 def _read_users_plan(model: nn.Module, stacks: tuple[str, ...], plan: Mapping[str, Any]) -> dict[str, tuple[Kind, int]]:

@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
 from raysgd.engine.tensor_parallel.context import TensorContext
+from raysgd.engine.tensor_parallel.layers import Replicated, Style
 from raysgd.engine.tensor_parallel.plan import TensorPlan
-from raysgd.engine.tensor_parallel.styles import Whole
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _apply_users(model: nn.Module, mesh: DeviceMesh, plan: OwnPlan) -> None:
     for path, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if own and not any(isinstance(one, DTensor) for one in own):
-            parallelize_module(module, mesh, Whole(context, path))
+            parallelize_module(module, mesh, Style(context, path, Replicated, "replicated"))
     context.forget_ties()
 
 
