@@ -39,7 +39,16 @@ if TYPE_CHECKING:
     from raysgd.engine.pipeline.model import PipelinedModel
 
 #: Strategies that carry sparse gradients.
-_CARRY_SPARSE = {"precision": ("bf16",), "accumulation_steps": ..., "activation_checkpointing": ..., "compile": ...}
+_CARRY_SPARSE = {
+    "precision": ("bf16",),
+    "accumulation_steps": ...,
+    "activation_checkpointing": ...,
+    "compile": ...,
+    "fused_optimizer": (False,),
+}
+#: Optimizers with a fused step, and those of which torch computes it on DTensors.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 @dataclass(frozen=True)
@@ -253,6 +262,7 @@ def _move_optimizer(
     numbers.replace(moved)
     if _should_fuse(optimizer, config, has_sparse=any(map(_is_sparse, model.modules()))):
         _fuse(optimizer)
+    _check_fused(optimizer)
     prepare_optimizer(optimizer)
     return moved
 
@@ -293,12 +303,12 @@ def _should_fuse(optimizer: Optimizer, config: EngineConfig, *, has_sparse: bool
     if config.fused_optimizer is not None:
         return config.fused_optimizer
     groups = optimizer.param_groups
-    can_fuse = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) and not any(
-        group["fused"] is not None or group["foreach"] is not None or group["differentiable"] for group in groups
-    )
     parameters = [each for group in groups for each in group["params"]]
     # One kernel takes parameters of one mesh, or plain ones.
     meshes = {each.device_mesh if is_dtensor(each) else None for each in parameters}
+    can_fuse = type(optimizer) in (_FUSED if meshes == {None} else _FUSED_ON_SHARDS) and not any(
+        group["fused"] is not None or group["foreach"] is not None or group["differentiable"] for group in groups
+    )
     return (
         can_fuse
         and not has_sparse
@@ -319,3 +329,18 @@ def _fuse(optimizer: Optimizer) -> None:
         )
     for group in (optimizer.defaults, *optimizer.param_groups):
         group.update(fused=True, foreach=False)
+
+
+def _check_fused(optimizer: Optimizer) -> None:
+    """Check that torch has the optimizer's fused step for the parameters, if it is to make one.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    has_shards = any(is_dtensor(each) for group in optimizer.param_groups for each in group["params"])
+    if is_fused and has_shards and not isinstance(optimizer, _FUSED_ON_SHARDS):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has no fused step for the shards that each rank has with zero_stage=1, 2 or 3 and with "
+            "tensor_parallel: leave out fused_optimizer=True and fused=True, or give torch.optim.AdamW or Adam."
+        )

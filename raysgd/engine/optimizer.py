@@ -89,6 +89,8 @@ class EngineOptimizer(Optimizer):
             if not any(word in str(error) for word in _OF_DTENSORS):
                 raise
             raise refuse_optimizer(self.inner) from error
+        finally:
+            vars(self.inner).pop("found_inf", None)  # of this step; also if it has failed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, unless they belong to a step that is not complete yet."""

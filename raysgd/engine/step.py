@@ -21,6 +21,7 @@ from raysgd.engine.composing import Composed, place_loaded
 from raysgd.engine.config import WITHOUT_OPTIMIZER, EngineConfig
 from raysgd.engine.data_parallel import Mesh
 from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag
+from raysgd.engine.local_tensors import local_of
 from raysgd.engine.precision import LossScale
 from raysgd.errors import UsageError
 from raysgd.session import api
@@ -79,6 +80,7 @@ class Step:
         self._weight = 0.0  # batches, rows or tokens of the step, on this rank
         self._rows: int | None = None  # of the newest batch, without repeated ones, if a loader has said it
         self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
+        self._num_pipelined = 0  # calls of the pipeline with backward passes, which `backward` has not counted
         self._dataset: Any = None  # of the training loader
         self._divided_by: torch.Tensor | float = 1.0  # what the gradients of a complete step were divided by
         self._parameters = dict(unwrap(composed.model).named_parameters())
@@ -146,6 +148,13 @@ class Step:
                 "with pipeline_parallel the backward passes are made when the model is called; give engine.backward the loss "
                 "that the model returned, unchanged."
             )
+        elif self._num_pipelined == 0:
+            raise UsageError(
+                "with pipeline_parallel the backward passes are made when the model is called in training mode, and it was not "
+                "since the last engine.backward: call model.train() before, and the model outside of torch.no_grad()."
+            )
+        else:
+            self._num_pipelined -= 1
         self.end_pass(weight)
 
     def begin_pass(self) -> None:
@@ -154,6 +163,7 @@ class Step:
             self.hidden.restore()
         else:  # there are gradients if the loop has not dropped them, to which more are added
             self._data_parallel.shards.hold_gradients()
+            self._check_kept()
             self._gradients.scale(self._divided_by)
             self._divided_by = 1.0
         self._data_parallel.begin_pass(self._accumulation)
@@ -188,6 +198,7 @@ class Step:
         if self._config.weighted_gradients:
             self._pipeline_weight = float(0 if self._rows == 0 else count_rows(batch))
         self.begin_pass()
+        self._num_pipelined += 1
         return self._factor(self._pipeline_weight)
 
     def _weight_of(self, weight: float | None) -> float:
@@ -221,7 +232,8 @@ class Step:
         except RuntimeError:  # torch.compile and some checkpointing allow one pass; or there is no memory for two
             state = torch.tensor(0)
         else:
-            norms = torch.stack([each.float().norm() for each in found if each is not None])
+            # Of each gradient this rank's shard: all ranks compare what they have found.
+            norms = torch.stack([local_of(each).float().norm() for each in found if each is not None])
             state = torch.isfinite(norms).all().to(torch.int64) + 1
         state = state.to(device())
         if api.world_size() > 1:
@@ -343,13 +355,12 @@ class Step:
     def finish(self) -> None:
         """End a complete step: the optimizer has used its gradients, or has skipped them since they are not finite."""
         skipped = not self.is_finite
-        vars(self._optimizer).pop("found_inf", None)
         if not skipped:
             self._data_parallel.shards.update_parameters()
         self._loss_scale.update(overflowed=skipped)
         self._accumulation.on_step(skipped=skipped)
         # If the loop keeps the gradients, those of the next pass are added.
-        self._weight, self._divided_by = 0.0, self._loss_scale.scale
+        self._weight, self._divided_by, self._num_pipelined = 0.0, self._loss_scale.scale, 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, unless they belong to a step that is not complete yet."""
@@ -399,6 +410,14 @@ class Step:
                 "engine.backward was called several times before optimizer.step(), and the engine does not know whether that was "
                 "for one batch with several losses, or for several batches: call optimizer.step() after each batch, or add the "
                 "losses of a batch up and call engine.backward once, or give the loader to compose(train_dataloader=...)."
+            )
+
+    def _check_kept(self) -> None:
+        """Check that no gradients of the step before are kept, if it is not known yet what those of this one are divided by."""
+        if self._config.weighted_gradients and not self._accumulation.is_open and self._gradients.found():
+            raise UsageError(
+                "weighted_gradients=True: there are gradients from before this step, which cannot be added to its weighted mean: "
+                "call optimizer.zero_grad() after each optimizer.step()."
             )
 
     def _check_hooks(self) -> None:

@@ -276,6 +276,11 @@ def test_pipeline_evaluates_without_gradients(ranks: RankGroup) -> None:
         assert difference < TOLERANCE and not has_gradients
 
 
+def test_backward_of_a_pipeline_that_has_made_no_backward_passes_is_refused(ranks: RankGroup) -> None:
+    for errors in ranks.run(engine_ranks.refused_backward, "gpt2"):
+        assert ["call model.train() before" in one for one in errors] == [True, True]
+
+
 def test_stage_keeps_the_names_of_its_parameters(ranks: RankGroup) -> None:
     found = ranks.run(engine_ranks.stages, "gpt2", 4)
     first, copies = found[0]

@@ -22,6 +22,7 @@ from raysgd.checkpoint.codecs.torch import local_shards
 from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import autocast_forward
 from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, make_tensor_plan
+from raysgd.errors import UsageError
 from support.engine_models import STEPS, batch, build, differences, full, mesh, plain, split_options, train
 from support.engine_steps import mean_over_ranks, session_of
 
@@ -357,6 +358,23 @@ def evaluated(kind: str, schedule: str | None = None, num_blocks: int = 2) -> tu
     loss = pipeline.evaluate(batch(kind, 0, rows=6))
     expected = reference(**batch(kind, 0, rows=6)).loss
     return abs(float(loss / expected.detach()) - 1), any(one.grad is not None for one in model.parameters())
+
+
+def refused_backward(kind: str) -> list[str]:
+    """Return the errors of a pass in evaluation mode, and of a second one for the same loss of a pipeline."""
+    errors = []
+    with session_of(dist.get_rank(), dist.get_world_size(), 2):
+        engine, model = raysgd.Engine(pipeline_parallel=2), build(kind)
+        model, *_ = engine.compose(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        for is_training in (False, True):
+            loss = model.train(is_training)(**batch(kind, 0)).loss
+            if is_training:
+                engine.backward(loss)
+            try:
+                engine.backward(loss)
+            except UsageError as error:
+                errors.append(str(error))
+    return errors
 
 
 def _normalized() -> nn.Module:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -143,13 +145,17 @@ def test_hook_that_would_find_another_gradient_is_refused(strategies: dict[str, 
         composed(early, **strategies)
 
 
-def test_first_fp16_scale_is_searched_so_that_no_step_is_lost() -> None:
-    engine, model, optimizer = composed(precision="fp16")
-    before = whole(model.state_dict())
-    engine.backward(loss_of(model) * 1e4)
-    optimizer.step()
-    assert 1 < engine.loss_scale < 2**16
-    assert not torch.equal(model.last.weight, before["last.weight"])
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_first_fp16_scale_is_searched_so_that_no_step_is_lost(tensor_parallel: int) -> None:
+    with groups.one_of_several(2), session_of(0, tensor_parallel, tensor_parallel):
+        model, engine = Net(), raysgd.Engine(precision="fp16", tensor_parallel=tensor_parallel)
+        plan = {"first": ColwiseParallel(output_layouts=Replicate())} if tensor_parallel > 1 else None
+        model, optimizer, *_ = engine.compose(model=model, optimizer=adam(model), tensor_plan=plan)
+        before = whole(model.last.state_dict())
+        engine.backward(loss_of(model) * 1e4)
+        optimizer.step()
+        assert 1 < engine.loss_scale < 2**16
+        assert not torch.equal(whole(model.last.state_dict())["weight"], before["weight"])
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
@@ -276,6 +282,15 @@ def test_sparse_gradients_are_refused_by_name(strategies: dict[str, Any]) -> Non
     name, value = next(iter(strategies.items()))
     with pytest.raises(ConfigError, match=rf"Embedding 0 has sparse gradients, which {name}={value!r} cannot carry"):
         raysgd.Engine(**strategies).compose(model=model, optimizer=torch.optim.SparseAdam(model.parameters()))
+
+
+def test_sparse_gradients_train_without_a_fused_step() -> None:
+    model = nn.Sequential(nn.Embedding(5, 2, sparse=True))
+    before, engine = model[0].weight.clone(), raysgd.Engine(fused_optimizer=False)
+    model, optimizer, *_ = engine.compose(model=model, optimizer=torch.optim.SparseAdam(model.parameters()))
+    engine.backward(model(torch.tensor([3])).sum())
+    optimizer.step()
+    assert (model[0].weight != before).any(1).tolist() == [False, False, False, True, False]
 
 
 @pytest.mark.parametrize("strategies", STAGES[:4], ids=str)

@@ -89,6 +89,26 @@ def test_passes_before_a_step_add_up() -> None:
     assert weights(model) == pytest.approx(weights(plain))
 
 
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_gradients_that_a_loop_keeps_after_a_step_are_added_or_refused(is_weighted: bool) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        loss_of(model, number).backward()
+        optimizer.step()
+
+    engine, model, optimizer = composed(weighted_gradients=is_weighted)
+    weight = 4 if is_weighted else None
+    engine.backward(loss_of(model, 0), weight)
+    optimizer.step()
+    if is_weighted:
+        with pytest.raises(UsageError, match=r"gradients from before this step.*optimizer\.zero_grad\(\) after each"):
+            engine.backward(loss_of(model, 1), weight)
+        return
+    for number in range(1, STEPS):
+        engine.backward(loss_of(model, number), weight)
+        optimizer.step()
+    assert weights(model) == pytest.approx(train_plainly(step))
+
+
 @pytest.mark.parametrize("of_model", [False, True])
 def test_gradients_of_a_batch_can_be_dropped(of_model: bool) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -444,6 +464,48 @@ def test_steps_of_offloaded_states_are_fused_unless_the_user_chose_otherwise(
         return whole_weights(model)
 
     assert update(**strategies) == pytest.approx(update(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategies", "is_fused"),
+    [
+        ("SGD", {"zero_stage": 3, "cpu_offload": True}, None),
+        ("Adam", {"zero_stage": 3, "cpu_offload": True}, True),
+        ("SGD", {"fused_optimizer": True}, True),
+    ],
+)
+def test_step_is_fused_where_torch_has_a_kernel_for_the_shards(
+    name: str, strategies: dict[str, Any], is_fused: bool | None
+) -> None:
+    engine, model, optimizer = composed(
+        lambda model: getattr(torch.optim, name)(model.parameters(), lr=0.05), **strategies
+    )
+    before = whole_weights(model)
+    engine.backward(loss_of(model, 0))
+    optimizer.step()
+    assert optimizer.param_groups[0]["fused"] == is_fused
+    assert whole_weights(model) != before
+
+
+@pytest.mark.parametrize(("strategies", "chosen"), [({"fused_optimizer": True}, {}), ({}, {"fused": True})])
+def test_fused_step_that_torch_has_for_whole_parameters_alone_is_refused(
+    strategies: dict[str, Any], chosen: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r"SGD has no fused step for the shards.*AdamW or Adam"):
+        composed(lambda model: torch.optim.SGD(model.parameters(), lr=0.05, **chosen), zero_stage=3, **strategies)
+
+
+def test_step_that_fails_leaves_nothing_at_the_optimizer() -> None:
+    engine, model, optimizer = composed(precision="fp16", fused_optimizer=True)
+    before = set(vars(optimizer.inner))
+    engine.backward(loss_of(model, 0))
+    rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], "fast"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert set(vars(optimizer.inner)) == before
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.step()
+    assert weights(model) != weights(make_model())
 
 
 def test_zero_3_step_makes_no_more_operations_than_fsdp_by_hand() -> None:

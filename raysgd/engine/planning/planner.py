@@ -195,12 +195,12 @@ def profile_model(model: TracedModel, optimizer_fn: OptimizerFn, rows: list[int]
 
 
 def choose_fused_step(fixed: Mapping[str, Any], optimizer_fn: Any, device: str) -> dict[str, Any]:
-    """Choose a fused step where torch has one: it needs no temporary tensors of the size of the parameters.
+    """Choose a fused step where torch has one with every strategy: it needs no temporary tensors of the size of the parameters.
 
-    The engine chooses so too. On a CPU, torch's optimizers work parameter by parameter, so that there is nothing to save.
+    On a CPU, torch's optimizers work parameter by parameter, so that there is nothing to save.
     """
     base = getattr(optimizer_fn, "func", optimizer_fn)
-    is_fusible = base in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    is_fusible = base in (torch.optim.Adam, torch.optim.AdamW)
     if "fused_optimizer" in fixed or device == "cpu" or not is_fusible:
         return dict(fixed)
     return {**fixed, "fused_optimizer": True}
