@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from raysgd.engine.blocks import find_stacks, is_inside
-from raysgd.engine.tensor_parallel import make_tensor_plan
+from raysgd.engine.tensor_parallel import check_own_plan, make_tensor_plan
 from raysgd.engine.tensor_parallel.attention import ShardedMultiheadAttention
 from raysgd.engine.tensor_parallel.layers import ColumnLinear, RowLinear, Style
 from raysgd.errors import ConfigError
@@ -53,8 +53,13 @@ def find_layout(model: nn.Module, tensor_plan: Any = None) -> Layout:
         model: The model; it may be on the meta device.
         tensor_plan: A user's plan: torch's styles by module path, in which ``*`` matches one name. With None or a function, the
             weights are those of the engine's own plan.
+
+    Raises:
+        ConfigError: The user's plan is not one for this model.
     """
     stacks = find_stacks(model)
+    if tensor_plan is not None:
+        check_own_plan(model, tensor_plan)
     if isinstance(tensor_plan, Mapping):
         kinds = _read_users_plan(model, tuple(stacks), tensor_plan)
         heads = {count for stack in stacks.values() for block in stack.values() for count in _find_heads(block)}
