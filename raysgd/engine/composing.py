@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.blocks import find_blocks, find_stage_blocks
-from raysgd.engine.config import RECOMPUTED_EVERY, EngineConfig
+from raysgd.engine.config import OWN_PLAN_OF_SEQUENCES, RECOMPUTED_EVERY, EngineConfig
 from raysgd.engine.data_parallel import (
     AveragedReplicas,
     DataParallel,
@@ -27,10 +27,9 @@ from raysgd.engine.data_parallel import (
     ShardedGradients,
     ShardedOptimizer,
 )
-from raysgd.engine.optimizer import refuse_optimizer, replace_parameters
+from raysgd.engine.optimizer_parameters import OptimizerNumbers, refuse_optimizer, replace_parameters
 from raysgd.engine.precision import DTYPES, autocast_forward, cast_inputs
 from raysgd.engine.recomputation import recompute
-from raysgd.engine.saving import OptimizerNumbers
 from raysgd.errors import ConfigError
 from raysgd.torch.devices import device
 from raysgd.torch.model import is_wrapped, prepare_optimizer
@@ -98,6 +97,8 @@ def compose(
 
     data_parallel = _choose_data_parallel(config, mesh, optimizer)(config, mesh, note)
     _check_strategies(config, data_parallel, model, optimizer)
+    if tensor_plan is not None and config.tensor_parallel > 1:
+        _check_own_plan(config, model, tensor_plan)
     before = dict(model.named_parameters(remove_duplicate=False))
     numbers = None
     if optimizer is not None:
@@ -167,6 +168,14 @@ def _check_strategies(
             f"the parameter {hooked[0]} has a hook, which would not find its gradient with zero_stage=3 or fp16: change "
             "parameter.grad between engine.backward and optimizer.step() in place of the hook."
         )
+
+
+def _check_own_plan(config: EngineConfig, model: nn.Module, plan: Any) -> None:
+    from raysgd.engine.tensor_parallel import check_own_plan  # imports DTensors
+
+    if config.sequence_parallel:
+        raise ConfigError(OWN_PLAN_OF_SEQUENCES)
+    check_own_plan(model, plan)
 
 
 def _find_ties(parameters: dict[str, nn.Parameter]) -> dict[str, str]:

@@ -35,6 +35,11 @@ WITHOUT_OPTIMIZER = {
     "compile": ...,
     "find_unused_parameters": ...,
 }
+#: Why the two do not go together.
+OWN_PLAN_OF_SEQUENCES = (
+    "sequence_parallel=True divides the sequence in the layers of the engine's own plan, and tensor_plan is yours, which stays "
+    "as it is: leave sequence_parallel out, and give SequenceParallel() to norms and the layouts Shard(1) to their neighbours."
+)
 #: A device with less memory than this was surely not given in bytes.
 _SMALLEST_DEVICE_BYTES = 1e6
 

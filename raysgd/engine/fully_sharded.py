@@ -16,7 +16,7 @@ from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedHook
 from raysgd.engine.data_parallel import DataParallel
 from raysgd.engine.optimizer_shards import OptimizerShards
-from raysgd.engine.precision import DTYPES
+from raysgd.engine.precision import DTYPES, widen_parameters
 from raysgd.engine.tensor_parallel import fsdp_shard_placement
 from raysgd.errors import ConfigError, UsageError
 from raysgd.torch.devices import device
@@ -30,8 +30,10 @@ class FullySharded(DataParallel):
     _use: ParameterUse | None = None  # if there are several ranks
 
     def shard_model(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-        config, replicas = self._config, self._mesh()["dp"]
-        settings: dict[str, Any] = {"mesh": replicas, "mp_policy": self._precision()}
+        config, replicas, precision = self._config, self._mesh()["dp"], self._precision()
+        if config.precision != "bf16-true" and precision.param_dtype is not None:
+            widen_parameters(model)
+        settings: dict[str, Any] = {"mesh": replicas, "mp_policy": precision}
         settings["offload_policy"] = (
             CPUOffloadPolicy(pin_memory=device().type == "cuda") if config.cpu_offload else OffloadPolicy()
         )

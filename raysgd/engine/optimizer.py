@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
-from raysgd.errors import ConfigError, UsageError
-from raysgd.torch.restoring import place_like, place_optimizer_state
-
-if TYPE_CHECKING:
-    from raysgd.engine.step import Step
+from raysgd.engine.optimizer_parameters import refuse_optimizer
+from raysgd.engine.step import Step
+from raysgd.errors import UsageError
+from raysgd.torch.restoring import place_optimizer_state
 
 #: What messages of torch have that refuse an operation on distributed tensors.
 _OF_DTENSORS = ("DTensor", "placement", "harding")
@@ -110,15 +107,6 @@ class EngineOptimizer(Optimizer):
         raise UsageError("add_param_group after engine.compose: the engine has placed all parameters; add it before.")
 
 
-def refuse_optimizer(optimizer: Optimizer) -> ConfigError:
-    """Return the error for an optimizer that cannot update parameters of which each rank has a part."""
-    return ConfigError(
-        f"{type(optimizer).__name__} needs whole parameters, and each rank has a part of them with zero_stage=1, 2 or 3 and with "
-        "tensor_parallel: give zero_stage=0, which carries any optimizer, or an optimizer that updates each number by itself, as "
-        "AdamW and SGD do."
-    )
-
-
 def follow_steps(scheduler: Any, steps: Step) -> Any:
     """Make a scheduler's ``step`` count only where a step of the optimizer does, before it or after it.
 
@@ -136,52 +124,6 @@ def follow_steps(scheduler: Any, steps: Step) -> Any:
     # By its class: a scheduler's state is all of its attributes.
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
     return scheduler
-
-
-def replace_parameters(
-    optimizer: Optimizer, replaced: Mapping[nn.Parameter, torch.Tensor], *, dropped: Container[nn.Parameter] = ()
-) -> None:
-    """Make an optimizer update other tensors in place of its parameters: groups stay, and its state moves to them.
-
-    Args:
-        optimizer: Changed in place.
-        replaced: The new tensors by the old parameters. State of a parameter's shape is distributed as the new one is.
-        dropped: Parameters that other ranks update.
-
-    Raises:
-        ConfigError: It keeps its parameters in other places too, or has parameters that were not replaced.
-    """
-    name = type(optimizer).__name__
-    is_same = all(old is new for old, new in replaced.items())
-    if not is_same and (kept := sorted(key for key, value in vars(optimizer).items() if _holds(value, replaced))):
-        raise ConfigError(
-            f"{name} keeps its parameters in {', '.join(kept)} too, so it cannot be moved to the parameters that the engine has "
-            "made; give the engine an optimizer that reads param_groups alone, as AdamW does."
-        )
-    new_groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        known = [parameter in replaced or parameter in dropped for parameter in group["params"]]
-        unknown = [place for place, is_known in enumerate(known) if not is_known]
-        if unknown:
-            raise ConfigError(
-                f"{name} has parameters that are not the model's (group {number}, parameter {unknown[0]}): make the optimizer of "
-                "model.parameters()."
-            )
-        new_groups.append([replaced[parameter] for parameter in group["params"] if parameter in replaced])
-    for group, parameters in zip(optimizer.param_groups, new_groups, strict=True):
-        group["params"] = parameters
-    for old, new in replaced.items():
-        if old is not new and old in optimizer.state:
-            state = optimizer.state.pop(old)
-            optimizer.state[new] = {
-                key: place_like(key, value, new, f"the optimizer's {key}") for key, value in state.items()
-            }
-
-
-def _holds(value: Any, parameters: Mapping[nn.Parameter, Any]) -> bool:
-    return isinstance(value, (list, tuple)) and any(
-        isinstance(item, torch.Tensor) and item in parameters for item in value
-    )
 
 
 def _same(optimizer: Optimizer) -> Optimizer:

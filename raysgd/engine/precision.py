@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from raysgd.engine.attached import AttachedForward
@@ -46,6 +48,39 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype, *, keeps_outputs: bool = F
         return outputs if keeps_outputs else to_fp32(outputs, needs_loss_alone=model.training)
 
     model.forward = AttachedForward(forward, cast)
+
+
+def widen_parameters(model: nn.Module) -> None:
+    """Let norms whose parameters are gathered in a reduced precision compute in fp32 where autocast does not see to it.
+
+    These are batch norms, whose statistics are fp32, and on a CPU all layers that torch computes in the type of their inputs:
+    autocast on a GPU converts their parameters. Where the inputs have the type of the parameters, nothing is converted.
+    """
+    kinds = (
+        (_NormBase,) if device().type == "cuda" else (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.Bilinear)
+    )
+    for module in model.modules():
+        if isinstance(module, kinds):
+            module.forward = AttachedForward(module.forward, _Widened(module).call)  # type: ignore[method-assign]
+
+
+class _Widened(nn.Module):
+    """Calls a layer's own ``forward`` with its parameters in fp32, unless its inputs and statistics have their type."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self._own = layer, layer.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        parameters, buffers = self.layer._parameters, self.layer._buffers
+        used = (*parameters.values(), *buffers.values(), *args, *kwargs.values())
+        if len({each.dtype for each in used if _is_float(each)}) <= 1:
+            return self._own(*args, **kwargs)
+        widened = {f"layer.{name}": each.float() for name, each in parameters.items() if each is not None}
+        return functional_call(self, widened, args, kwargs)
 
 
 def to_fp32(outputs: Any, *, needs_loss_alone: bool = False) -> Any:

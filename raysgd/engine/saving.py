@@ -7,88 +7,24 @@ model without strategies, and numbered as in the user's optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import AbsentTensor, is_dtensor
+from raysgd.engine.composing import Composed
 from raysgd.engine.local_tensors import make_dtensor
+from raysgd.engine.optimizer import EngineOptimizer
 from raysgd.engine.precision import LossScale
 from raysgd.errors import CheckpointError
 from raysgd.torch.model import unwrap
-from raysgd.torch.restoring import place_like, restore
-
-if TYPE_CHECKING:
-    from raysgd.engine.composing import Composed
-    from raysgd.engine.optimizer import EngineOptimizer
+from raysgd.torch.restoring import restore
 
 #: The names under which the engine saves its parts.
 SAVED_NAMES = ("model", "optimizer", "lr_scheduler", "engine")
-
-#: Settings of an optimizer's groups that say how steps are computed, not which.
-_OF_KERNELS = ("fused", "foreach", "capturable")
-
-
-class OptimizerNumbers:
-    """The numbers of an optimizer's parameters before the engine replaced any, as ``state_dict`` counts them.
-
-    Args:
-        optimizer: The user's, as it was given.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.groups: list[list[int]] = []
-        self.of: dict[torch.Tensor, int] = {}
-        for group in optimizer.param_groups:
-            first = len(self.of)
-            self.of |= {parameter: first + place for place, parameter in enumerate(group["params"])}
-            self.groups.append(list(range(first, len(self.of))))
-
-    def replace(self, replaced: Mapping[Any, torch.Tensor]) -> None:
-        """Follow a replacement of parameters."""
-        self.of |= {new: self.of[old] for old, new in replaced.items() if old in self.of}
-
-    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state under these numbers: of its own parameters, and the settings of all groups."""
-        state = {self.of[parameter]: dict(values) for parameter, values in optimizer.state.items()}
-        groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": numbers}
-            for group, numbers in zip(optimizer.param_groups, self.groups, strict=True)
-        ]
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
-
-    def load(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-        """Restore what `state_of` returned, maybe on other ranks and under other strategies.
-
-        Raises:
-            CheckpointError: It was saved for other groups of parameters.
-        """
-        if [group["params"] for group in saved["param_groups"]] != self.groups:
-            raise CheckpointError(
-                f"state['optimizer'] was saved for groups of {[len(group['params']) for group in saved['param_groups']]} "
-                f"parameters; this optimizer has {[len(numbers) for numbers in self.groups]}."
-            )
-        state: dict[int, Any] = {}
-        groups, place = [], 0
-        for group, of_saved in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-            places = range(place, place + len(group["params"]))
-            own = {key: group[key] for key in _OF_KERNELS if key in group}  # a strategy, or what the device can
-            groups.append({**of_saved, **own, "params": list(places)})
-            for index, parameter in zip(places, group["params"], strict=True):
-                number = self.of[parameter]
-                if number in saved["state"]:
-                    where = f"state['optimizer']['state'][{number}]"
-                    state[index] = {
-                        key: place_like(key, value, parameter, f"{where}[{key!r}]")
-                        for key, value in saved["state"][number].items()
-                    }
-            place = places.stop
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import raysgd
+from raysgd.checkpoint.codecs.torch import local_shards
 from raysgd.engine.pipeline.model import PipelinedModel
 from raysgd.engine.precision import autocast_forward
-from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, local_boxes, make_tensor_plan
+from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, make_tensor_plan
 from raysgd.errors import UsageError
 from support.engine_models import STEPS, batch, build, differences, full, mesh, plain, split_options, train
 from support.engine_steps import mean_over_ranks, session_of
@@ -155,7 +156,7 @@ def parameters(
     schedule: str | None = None,
     **options: Any,
 ) -> list[str]:
-    """Return what is wrong with the parameters: their types, their values, and the boxes of their shards."""
+    """Return what is wrong with the parameters: their types, their values, and where checkpoints say that their shards lie."""
     model, _ = prepare(kind, shape, sequence_parallel, data_parallel, **options)
     expected = dict(build(kind, **options).named_parameters())
     wrong = []
@@ -168,12 +169,12 @@ def parameters(
         if not torch.equal(full(parameter), expected[name]):
             wrong.append(f"{name}: full_tensor()")
         local, count = parameter.to_local(), 0
-        for box, place in local_boxes(parameter):
+        for index, place in local_shards(parameter).items():
             count += local[place].numel()
-            if not torch.equal(local[place], expected[name][box]):
-                wrong.append(f"{name}: {box}")
+            if not torch.equal(local[place], expected[name][index.slices()]):
+                wrong.append(f"{name}: {index}")
         if count != local.numel():
-            wrong.append(f"{name}: boxes of {count} values for {local.numel()}")
+            wrong.append(f"{name}: shards of {count} values for {local.numel()}")
     return wrong
 
 

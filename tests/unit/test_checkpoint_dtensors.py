@@ -65,6 +65,8 @@ def layouts(draw: st.DrawFn, ndim: int) -> Layout:
     ]
     if len(shape) == 2 and isinstance(placements[1], Shard) and draw(st.booleans()):
         placements[0] = _StridedShard(placements[1].dim, split_factor=shape[1])  # FSDP over tensor parallelism
+    elif isinstance(placements[-1], Shard) and draw(st.booleans()):
+        placements[-1] = _StridedShard(placements[-1].dim, split_factor=3)  # a fused weight, whose parts are sharded
     return shape, tuple(placements)
 
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import raysgd
-from support.engine_steps import NUM_FEATURES, Model, make_rows
+from support import groups
+from support.engine_steps import NUM_FEATURES, Model, make_rows, session_of
 
 WIDTH, DEPTH, NUM_ROWS = 16, 3, 24
 
@@ -97,14 +98,16 @@ def test_prediction_knows_that_a_model_without_blocks_is_recomputed_as_a_whole(k
     assert found.kept_activations <= 4
 
 
+@pytest.mark.usefixtures("group")
 def test_gradients_between_two_batches_of_a_step_are_counted_once() -> None:
-    model: nn.Module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-    engine = raysgd.Engine(zero_stage=2, accumulation_steps=2)
-    model, *_ = engine.compose(model=model, optimizer=torch.optim.AdamW(model.parameters()))
-    for _ in range(2):
-        engine.backward(model(torch.randn(3, 8)).sum())
-        # The shards of a bucket have one tensor, with a flag for each parameter.
-        assert engine.memory().gradients == pytest.approx(4 * (4 * 72 + 8), abs=32)
+    with groups.one_of_several(2), session_of(0, 2):
+        model: nn.Module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        engine = raysgd.Engine(zero_stage=2, accumulation_steps=2)
+        model, *_ = engine.compose(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+        for _ in range(2):
+            engine.backward(model(torch.randn(3, 8)).sum())
+            # The shards of a bucket have one tensor, with a flag for each parameter.
+            assert engine.memory().gradients == pytest.approx(4 * (4 * 36 + 8), abs=32)
 
 
 def test_activations_need_a_model() -> None:

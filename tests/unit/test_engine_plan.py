@@ -136,7 +136,7 @@ def test_fixed_choices_are_not_varied() -> None:
     assert {one.config.tensor_parallel for one in found.candidates} == {2}
     assert {one.config.activation_checkpointing for one in found.candidates} == {"full"}
     assert {one.config.accumulation_steps for one in found.candidates} == {2}
-    assert {one.config.sequence_parallel for one in found.candidates} == {False, True}
+    assert {one.config.sequence_parallel for one in found.candidates} == {False}  # the plan of layers is the user's
     assert found.config.clip_grad_norm is None
 
 
@@ -252,6 +252,13 @@ def test_models_that_the_engine_does_not_know_are_not_shared_or_split() -> None:
         make_plan(tensor_plan=None, tensor_parallel=2)
     with pytest.raises(ConfigError, match="no layer that the tensor-parallel plan knows"):
         predict_memory(Decoder, BATCH, EngineConfig(tensor_parallel=2), 2)
+
+
+def test_own_plan_that_compose_would_refuse_is_refused() -> None:
+    with pytest.raises(ConfigError, match=re.escape("tensor_plan['layers.*.fc3'] matches no module of the Decoder")):
+        make_plan(tensor_plan={"layers.*.fc3": ColwiseParallel()})
+    with pytest.raises(ConfigError, match=r"sequence_parallel=True divides .* and tensor_plan is yours"):
+        make_plan(sequence_parallel=True)
 
 
 def test_own_plan_says_how_layers_are_shared() -> None:

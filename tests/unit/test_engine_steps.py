@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import raysgd
 from raysgd.engine.gradients import HostFlag, global_norm
+from raysgd.engine.optimizer_parameters import OptimizerNumbers
 from raysgd.engine.precision import LossScale
-from raysgd.engine.saving import OptimizerNumbers
 from raysgd.engine.tensor_parallel.placements import fsdp_shard_placement
 from raysgd.errors import ConfigError, UsageError
 from raysgd.torch.restoring import place_like
@@ -559,3 +559,53 @@ def test_model_that_was_compiled_in_the_users_way_stays_so() -> None:
     engine.backward(loss)
     assert graphs
     assert loss.item() == pytest.approx(loss_of(plain, 0).item(), rel=0.02)
+
+
+_NORMS: dict[str, Callable[[], list[nn.Module]]] = {
+    "layer norm": lambda: [nn.LayerNorm(3)],
+    "RMS norm": lambda: [nn.RMSNorm(3)],
+    "batch norm": lambda: [nn.BatchNorm1d(3)],
+    "group norm of a convolution": lambda: [
+        nn.Unflatten(1, (3, 1)),
+        nn.Conv1d(3, 3, 1),
+        nn.GroupNorm(1, 3),
+        nn.Flatten(),
+    ],
+    "batch norm of a convolution": lambda: [
+        nn.Unflatten(1, (3, 1)),
+        nn.Conv1d(3, 3, 1),
+        nn.BatchNorm1d(3),
+        nn.Flatten(),
+    ],
+    "encoder": lambda: [nn.TransformerEncoderLayer(3, 1, 8, dropout=0.0)],
+    "embedding": lambda: [_Ids(), nn.Embedding(9, 3), nn.LayerNorm(3)],
+}
+
+
+class _Ids(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x[:, 0].abs() * 3).long().clamp(max=8)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", list(_NORMS))
+def test_zero_3_trains_norms_to_the_losses_of_zero_0_in_the_same_precision(kind: str, precision: Any) -> None:
+    def losses(zero_stage: Any) -> list[float]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*_NORMS[kind](), nn.Linear(3, 2))
+        engine = raysgd.Engine(precision=precision, zero_stage=zero_stage, loss_scale=64.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        model, optimizer, *_ = engine.compose(model=model, optimizer=optimizer)
+        # The first layers of these kinds are norms. In bf16 their inputs would be equal: norms of fp32 inputs compute in fp32.
+        offset = 1000 if kind.endswith("norm") else 0
+        found = []
+        for number in range(STEPS):
+            loss = (model(batch(number) + offset) - 1).square().mean()
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    expected = losses(0)
+    assert losses(3) == pytest.approx(expected, abs=5e-3 * expected[0])

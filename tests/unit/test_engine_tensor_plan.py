@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from raysgd.engine.tensor_parallel import make_tensor_plan
+from raysgd.engine.composing import compose
+from raysgd.engine.config import EngineConfig
+from raysgd.engine.tensor_parallel import check_own_plan, make_tensor_plan
 from raysgd.errors import ConfigError
 from support.engine_models import HIDDEN, PLANNED, build
 
@@ -199,3 +202,55 @@ def test_sequence_parallel_refuses_blocks_that_it_does_not_know() -> None:
     assert described(model)["0.attention"] == "heads sharded"
     with pytest.raises(ConfigError, match="0: sequence_parallel=True does not know how a ModuleDict uses the sequence"):
         make_tensor_plan(model, 2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            {"layers.*.lineer1": ColwiseParallel()},
+            "matches no module of the TransformerEncoder (did you mean 'layers.*.linear1'?)",
+        ),
+        ({"layers.1.linea1": ColwiseParallel()}, "(did you mean 'layers.1.linear1'?)"),
+        ({"layers.*.linear1.weight": ColwiseParallel()}, "(did you mean 'layers.*.linear1'?)"),
+        ({"linear1": ColwiseParallel()}, "tensor_plan['linear1'] matches no module"),
+        ({}, "tensor_plan is empty, so that it shards no layer: leave it out"),
+        ([("layers.*.linear1", ColwiseParallel())], "tensor_plan is a list; give a dict of module paths and styles"),
+        ("auto", "tensor_plan is a str; give a dict"),
+        (ColwiseParallel(), "tensor_plan is a ColwiseParallel; give a dict"),
+        (ColwiseParallel, "tensor_plan is the class ColwiseParallel; give a dict"),
+        (
+            {"layers.*.linear1": "colwise"},
+            "tensor_plan['layers.*.linear1'] is a str; give a style, such as ColwiseParallel(),",
+        ),
+        (
+            {"layers.*.linear1": ColwiseParallel},
+            "is the class ColwiseParallel; give a style, such as ColwiseParallel(),",
+        ),
+        (
+            {"layers.*.norm1": RowwiseParallel()},
+            "is a RowwiseParallel, which shards nn.Linear and nn.Embedding, and layers.0.norm1 is a LayerNorm: give",
+        ),
+    ],
+    ids=str,
+)
+def test_own_plan_that_cannot_be_applied_is_refused(plan: Any, message: str) -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
+    with pytest.raises(ConfigError) as problem:
+        compose(EngineConfig(tensor_parallel=2), pytest.fail, model, None, plan)  # type: ignore[arg-type]
+    assert message in str(problem.value)
+
+
+def test_own_plan_is_not_combined_with_sequence_parallel() -> None:
+    config = EngineConfig(tensor_parallel=2, sequence_parallel=True)
+    with pytest.raises(ConfigError, match=r"tensor_plan is yours.*leave sequence_parallel out"):
+        compose(config, pytest.fail, nn.Linear(8, 8), None, {"": ColwiseParallel()})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"layers.*.linear1": ColwiseParallel(), "l*.1.linear[2]": RowwiseParallel()}, lambda model, mesh: None],
+    ids=str,
+)
+def test_own_plan_of_layers_that_exist_is_allowed(plan: Any) -> None:
+    check_own_plan(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2), plan)

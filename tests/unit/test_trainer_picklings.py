@@ -96,8 +96,8 @@ GENERATOR = (number for number in range(3))  # does not pickle
 @pytest.mark.parametrize(
     ("function", "config", "path"),
     [
-        (print, {"model": {"rows": GENERATOR}}, "config['model']['rows']"),
-        (functools.partial(print, GENERATOR), {}, "train_func.args[0]"),
+        (len, {"model": {"rows": GENERATOR}}, "config['model']['rows']"),
+        (functools.partial(len, GENERATOR), {}, "train_func.args[0]"),
     ],
 )
 def test_error_names_the_part_that_does_not_pickle(function: Any, config: dict[str, Any], path: str) -> None:

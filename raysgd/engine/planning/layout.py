@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from raysgd.engine.blocks import find_stacks, is_inside
-from raysgd.engine.tensor_parallel import make_tensor_plan
-from raysgd.engine.tensor_parallel.styles import Columns, MultiheadHeads, Rows, Style
+from raysgd.engine.tensor_parallel import check_own_plan, make_tensor_plan
+from raysgd.engine.tensor_parallel.attention import ShardedMultiheadAttention
+from raysgd.engine.tensor_parallel.layers import ColumnLinear, RowLinear, Style
 from raysgd.errors import ConfigError
 
 #: What a layer with a sharded weight returns: each rank's own features; a sum over the ranks of products with the ranks' own
@@ -52,8 +53,13 @@ def find_layout(model: nn.Module, tensor_plan: Any = None) -> Layout:
         model: The model; it may be on the meta device.
         tensor_plan: A user's plan: torch's styles by module path, in which ``*`` matches one name. With None or a function, the
             weights are those of the engine's own plan.
+
+    Raises:
+        ConfigError: The user's plan is not one for this model.
     """
     stacks = find_stacks(model)
+    if tensor_plan is not None:
+        check_own_plan(model, tensor_plan)
     if isinstance(tensor_plan, Mapping):
         kinds = _read_users_plan(model, tuple(stacks), tensor_plan)
         heads = {count for stack in stacks.values() for block in stack.values() for count in _find_heads(block)}
@@ -73,17 +79,18 @@ def _read_plan(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, tuple
     kinds: dict[str, tuple[Kind, int]] = {}
     for path, style in styles.items():
         module = model.get_submodule(path)
-        for name, placement in style.placements(module).items():
+        for name, placement in style.placements.items():
             if getattr(module, name, None) is not None and (dim := getattr(placement, "dim", None)) is not None:
                 kinds[f"{path}.{name}" if path else name] = (_kind_of(style), dim)
     return kinds
 
 
 def _kind_of(style: Style) -> Kind:
-    if isinstance(style, Rows) and not style.is_split:
-        return "row"
-    is_column = isinstance(style, MultiheadHeads) or (isinstance(style, Columns) and not style.is_gathered)
-    return "column" if is_column else "whole"
+    if style.layer is ShardedMultiheadAttention:
+        return "column"
+    if style.layer is RowLinear:
+        return "whole" if style.options.get("is_split") else "row"
+    return "column" if style.layer is ColumnLinear and not style.options.get("is_gathered") else "whole"
 
 
 def _read_users_plan(model: nn.Module, stacks: tuple[str, ...], plan: Mapping[str, Any]) -> dict[str, tuple[Kind, int]]:

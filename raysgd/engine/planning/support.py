@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from raysgd.engine.config import EngineConfig
+from raysgd.engine.config import OWN_PLAN_OF_SEQUENCES, EngineConfig
 from raysgd.engine.pipeline.stages import read_model
 from raysgd.engine.planning.candidates import Refuse
 from raysgd.engine.tensor_parallel import make_tensor_plan
@@ -37,7 +37,7 @@ class EngineSupport:
 
     def find_obstacle(self, config: EngineConfig) -> str | None:
         """Return why the engine cannot apply a strategy, or None."""
-        reason = None
+        reason = OWN_PLAN_OF_SEQUENCES if config.sequence_parallel and self._has_own_plan else None
         if config.tensor_parallel > 1 and not self._has_own_plan:
             reason = self._find_sharing_obstacle(config.tensor_parallel, config.sequence_parallel)
         if reason is None and config.pipeline_parallel > 1:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from raysgd._util.text import with_article
+from raysgd.config.argument_names import nearest
 from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
 from raysgd.engine.tensor_parallel.context import TensorContext
+from raysgd.engine.tensor_parallel.layers import Replicated, Style
 from raysgd.engine.tensor_parallel.plan import TensorPlan
-from raysgd.engine.tensor_parallel.styles import Whole
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +25,61 @@ if TYPE_CHECKING:
 
 #: A plan of a user: styles by module path, or a function that changes the model in place.
 OwnPlan = Mapping[str, ParallelStyle] | Callable[[nn.Module, "DeviceMesh"], object]
+
+_STYLES = "ColwiseParallel(), RowwiseParallel() or SequenceParallel() of torch.distributed.tensor.parallel"
+
+
+def check_own_plan(model: nn.Module, plan: Any) -> None:
+    """Check that a user's plan is a function, or has styles for layers that the whole model has.
+
+    Raises:
+        ConfigError: It is something else, a path matches no layer, or a layer cannot have its style.
+    """
+    if not isinstance(plan, Mapping):
+        if callable(plan) and not isinstance(plan, (type, ParallelStyle)):
+            return
+        raise ConfigError(
+            f"tensor_plan is {_say(plan)}; give a dict of module paths and styles, such as {{'layers.*.up': "
+            "ColwiseParallel()}, or a function that is called with the model and the mesh."
+        )
+    if not plan:
+        raise ConfigError(
+            "tensor_plan is empty, so that it shards no layer: leave it out, which lets the engine make a plan, or give styles "
+            "by module path."
+        )
+    modules = dict(model.named_modules())
+    for path, style in plan.items():
+        matched = _match(str(path), modules)
+        if not matched:
+            known = {re.sub(r"\b\d+\b", "*", name) for name in modules} if "*" in str(path) else modules
+            raise ConfigError(
+                f"tensor_plan[{path!r}] matches no module of the {type(model).__name__}{nearest(path, known)}; give the path of "
+                "a module, in which * matches one name."
+            )
+        if not isinstance(style, ParallelStyle):
+            raise ConfigError(f"tensor_plan[{path!r}] is {_say(style)}; give a style, such as {_STYLES}.")
+        is_of_weights = type(style)._apply in (ColwiseParallel._apply, RowwiseParallel._apply)
+        if is_of_weights and (
+            odd := [one for one in matched if not isinstance(modules[one], (nn.Linear, nn.Embedding))]
+        ):
+            raise ConfigError(
+                f"tensor_plan[{path!r}] is a {type(style).__name__}, which shards nn.Linear and nn.Embedding, and {odd[0]} is "
+                f"{with_article(type(modules[odd[0]]).__name__)}: give the paths of the linear layers and embeddings inside of "
+                "it, or SequenceParallel() for a norm."
+            )
+
+
+def _match(path: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the modules that `parallelize_module` takes for a path."""
+    if path in modules:
+        return [path]
+    tokens = path.split(".")
+    split = ((name, name.split(".")) for name in modules)
+    return [name for name, parts in split if len(parts) == len(tokens) and all(map(fnmatch, parts, tokens))]
+
+
+def _say(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else with_article(type(value).__name__)
 
 
 def apply_tensor_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan | OwnPlan) -> nn.Module:
@@ -76,12 +135,18 @@ def _apply_users(model: nn.Module, mesh: DeviceMesh, plan: OwnPlan) -> None:
     if callable(plan):
         _call_function(plan, model, mesh)
     else:
-        parallelize_module(model, mesh, dict(plan))
+        here = dict(model.named_modules())  # a stage of a pipeline has some of the model's layers
+        parallelize_module(model, mesh, {path: style for path, style in plan.items() if _match(path, here)})
+    if callable(plan) and not any(isinstance(one, DTensor) for one in model.parameters()):
+        raise ConfigError(
+            "tensor_plan has sharded no parameter of the model: give styles for its linear layers and embeddings, such as "
+            "ColwiseParallel() and RowwiseParallel()."
+        )
     _tie_again(ties)
     for path, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if own and not any(isinstance(one, DTensor) for one in own):
-            parallelize_module(module, mesh, Whole(context, path))
+            parallelize_module(module, mesh, Style(context, path, Replicated, "replicated"))
     context.forget_ties()
 
 

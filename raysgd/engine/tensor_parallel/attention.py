@@ -30,7 +30,6 @@ class ShardedMultiheadAttention(_Layer):
     k_proj_weight: Tensor
     v_proj_weight: Tensor
     out_proj: nn.Module
-    _tp_draws: bool
 
     def forward(
         self,

@@ -1,12 +1,13 @@
 """Differentiable collectives of a tensor-parallel group.
 
-Each function is named after its forward pass. The backward pass is the one that gives every rank the gradient of the
+`exchange` has one collective in the forward pass, and in the backward pass the one that gives every rank the gradient of the
 whole computation, which all ranks of the group carry out together (Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models", 2022).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,38 +16,50 @@ from torch import Tensor
 
 from raysgd.engine.local_tensors import all_gather, reduce_scatter
 
-
-def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensor, which all ranks have; in the backward pass, add up the gradients of the ranks' shares."""
-    return _apply(_Copy, tensor, group) if tensor.requires_grad else tensor
+#: Takes this rank's tensor, a dim and the group.
+Collective = Callable[[Tensor, int, dist.ProcessGroup], Tensor]
 
 
-def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Add up the ranks' tensors; in the backward pass, every rank has the whole gradient already."""
-    return _apply(_Sum, tensor, group)
+def keep(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensor as it is."""
+    return tensor.view_as(tensor)
 
 
-def split_among_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of a tensor that all ranks have; in the backward pass, concatenate the gradients."""
-    return _apply(_Split, tensor, dim, group)
+def add_up(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Add up the ranks' tensors."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
-def concatenate_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the ranks' tensors for a computation that all ranks repeat; in the backward pass, take the own part."""
-    return _apply(_Concatenate, tensor, dim, group)
+def take_own(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of a tensor that all ranks have."""
+    width = tensor.shape[dim] // dist.get_world_size(group)
+    return tensor.narrow(dim, dist.get_rank(group) * width, width).contiguous()
 
 
-def gather_for_shares(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the ranks' tensors for a computation of which each rank does a share.
+def concatenate(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Concatenate the ranks' tensors."""
+    size = dist.get_world_size(group)
+    rows = tensor.movedim(dim, 0).contiguous()
+    whole = rows.new_empty((size * rows.shape[0], *rows.shape[1:]))
+    all_gather(whole, rows, group=group)
+    return whole.movedim(0, dim).contiguous()
 
-    In the backward pass, add up the gradients of the shares, and take the own part of the sum.
-    """
-    return _apply(_GatherForShares, tensor, dim, group)
+
+def add_up_own(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Add up the ranks' tensors, and return this rank's part of the sum."""
+    size = dist.get_world_size(group)
+    rows = tensor.movedim(dim, 0).contiguous()
+    part = rows.new_empty((rows.shape[0] // size, *rows.shape[1:]))
+    reduce_scatter(part, rows, group=group)
+    return part.movedim(0, dim).contiguous()
 
 
-def sum_and_split(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Add up the ranks' tensors, and return this rank's part; in the backward pass, concatenate the gradients."""
-    return _apply(_SumAndSplit, tensor, dim, group)
+def exchange(tensor: Tensor, dim: int, group: dist.ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
+    """Apply a collective to a tensor, and another one to its gradient."""
+    result: Tensor = _Exchange.apply(tensor, dim, group, forward, backward)  # type: ignore[no-untyped-call]
+    return result
 
 
 @torch.no_grad()
@@ -60,98 +73,14 @@ def broadcast_from_first(tensor: Tensor, group: dist.ProcessGroup) -> None:
         tensor.copy_(whole)
 
 
-def _apply(function: Any, *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)
-    return result
-
-
-def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def _all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    size = dist.get_world_size(group)
-    rows = tensor.movedim(dim, 0).contiguous()
-    whole = rows.new_empty((size * rows.shape[0], *rows.shape[1:]))
-    all_gather(whole, rows, group=group)
-    return whole.movedim(0, dim).contiguous()
-
-
-def _reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    size = dist.get_world_size(group)
-    rows = tensor.movedim(dim, 0).contiguous()
-    part = rows.new_empty((rows.shape[0] // size, *rows.shape[1:]))
-    reduce_scatter(part, rows, group=group)
-    return part.movedim(0, dim).contiguous()
-
-
-def _own_part(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    width = tensor.shape[dim] // dist.get_world_size(group)
-    return tensor.narrow(dim, dist.get_rank(group) * width, width).contiguous()
-
-
-class _Copy(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, forward: Collective, backward: Collective
+    ) -> Tensor:
+        ctx.dim, ctx.group, ctx.backward_collective = dim, group, backward
+        return forward(tensor, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _all_reduce(grads[0], ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduce(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _own_part(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _all_gather(grads[0], ctx.dim, ctx.group), None, None
-
-
-class _Concatenate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _all_gather(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _own_part(grads[0], ctx.dim, ctx.group), None, None
-
-
-class _GatherForShares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _all_gather(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _reduce_scatter(grads[0], ctx.dim, ctx.group), None, None
-
-
-class _SumAndSplit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _reduce_scatter(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _all_gather(grads[0], ctx.dim, ctx.group), None, None
+        return ctx.backward_collective(grads[0], ctx.dim, ctx.group), None, None, None, None

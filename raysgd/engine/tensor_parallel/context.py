@@ -12,14 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from raysgd.engine.tensor_parallel.collectives import (
-    concatenate_ranks,
-    copy_to_ranks,
-    gather_for_shares,
-    split_among_ranks,
-    sum_and_split,
-    sum_over_ranks,
-)
+from raysgd.engine.tensor_parallel.collectives import add_up, add_up_own, concatenate, exchange, keep, take_own
 from raysgd.engine.tensor_parallel.placements import distribute_parameter
 from raysgd.errors import ConfigError
 
@@ -135,7 +128,7 @@ class TensorContext:
         """
         values = self.local(parameter)
         if self._is_on_parts and isinstance(parameter, DTensor) and parameter.placements == (Replicate(),):
-            return copy_to_ranks(values, self.group)
+            return self.copy(values)
         return values
 
     # Regions
@@ -144,31 +137,31 @@ class TensorContext:
         """Bring hidden states into a region."""
         if self._is_on_parts:
             assert self._stack is not None
-            return gather_for_shares(hidden, self._stack.dim, self.group)
+            return exchange(hidden, self._stack.dim, self.group, concatenate, add_up_own)
         return self.copy(hidden)
 
     def leave(self, partial: Tensor) -> Tensor:
         """Bring the ranks' partial sums out of a region."""
         if self._is_on_parts:
             assert self._stack is not None
-            return sum_and_split(partial, self._stack.dim, self.group)
+            return exchange(partial, self._stack.dim, self.group, add_up_own, concatenate)
         return self.sum(partial)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Bring a tensor that all ranks have into a region."""
-        return copy_to_ranks(tensor, self.group)
+        """Bring a tensor that all ranks have into a region, where the gradient of each rank is one of its own values."""
+        return exchange(tensor, 0, self.group, keep, add_up) if tensor.requires_grad else tensor
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Add up the ranks' partial sums."""
-        return sum_over_ranks(partial, self.group)
+        """Add up the ranks' partial sums; all ranks have the gradient of the sum."""
+        return exchange(partial, 0, self.group, add_up, keep)
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's part of a tensor that all ranks have."""
-        return split_among_ranks(tensor, dim, self.group)
+        return exchange(tensor, dim, self.group, take_own, concatenate)
 
     def concatenate(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return the whole tensor of which each rank has a part."""
-        return concatenate_ranks(tensor, dim, self.group)
+        """Return the whole tensor of which each rank has a part, for a computation that all ranks repeat."""
+        return exchange(tensor, dim, self.group, concatenate, take_own)
 
     # Sequence parallelism
 

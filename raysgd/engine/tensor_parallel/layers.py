@@ -1,4 +1,4 @@
-"""The layers of a tensor-parallel model: classes that are mixed into the classes of the model's own layers.
+"""The layers of a tensor-parallel model: a style for each, and classes that are mixed into the classes of the model's own layers.
 
 A layer keeps its class, its name and the names of its parameters, which become DTensors. Only its forward pass changes: it
 computes with this rank's values.
@@ -8,32 +8,59 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
 # At run time too: transformers evaluates the annotations of a subclass of its models.
 from raysgd.engine.tensor_parallel.context import SequenceStack, TensorContext
+from raysgd.engine.tensor_parallel.structure import holds_for_others
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
 
-def mix_in(module: nn.Module, mixin: type, context: TensorContext, **attributes: Any) -> None:
-    """Give a module the forward pass of `mixin`.
+@dataclass
+class Style(ParallelStyle):
+    """A `ParallelStyle` that cuts the parameters of one layer, and gives it another forward pass.
 
-    Args:
-        module: The module; its class becomes a subclass of its class.
-        mixin: One of the classes of this module.
+    Attributes:
         context: What the model's layers share.
-        attributes: Further attributes of the module.
+        path: The layer's name, for messages.
+        layer: One of the classes of this module; the layer's class becomes a subclass of it.
+        description: What the style does, in a few words.
+        placements: How the layer's own parameters are cut; others are replicated.
+        options: The class's attributes, without their prefix ``_tp_``.
+        attributes: Attributes with which the layer's own forward pass counts heads or features: this rank's values.
     """
-    attributes.setdefault("_tp_class", getattr(module, "_tp_class", type(module)))
-    of: Any = type(module)
-    module.__class__ = _subclass(mixin, of)
-    for name, value in {"_tp": context, **attributes}.items():
-        setattr(module, name, value)
+
+    context: TensorContext = field(repr=False)
+    path: str
+    layer: Any
+    description: str
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, int] = field(default_factory=dict)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        follows = self.layer is Replicated and holds_for_others(module)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            path, placement = f"{self.path}.{name}".lstrip("."), self.placements.get(name, Replicate())
+            module.register_parameter(name, self.context.distribute(parameter, placement, path, follows=follows))
+        options = {f"_tp_{name}": value for name, value in self.options.items()}
+        own = {"_tp": self.context, "_tp_class": type(module), "_tp_draws": draws(module)}
+        of: Any = type(module)
+        module.__class__ = _subclass(self.layer, of)
+        for name, value in {**own, **options, **self.attributes}.items():
+            setattr(module, name, value)
+        return module
 
 
 def draws(module: nn.Module) -> bool:
@@ -52,15 +79,17 @@ def _subclass(mixin: Any, of: Any) -> type:
 
 
 class _Layer(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Base of the mixins: the attributes that `mix_in` sets.
+    """Base of the mixins. All names have a prefix, as the module's class has names of its own.
 
     Attributes:
         _tp: What the model's layers share.
-        _tp_class: The module's class before the first `mix_in`.
+        _tp_class: The module's own class.
+        _tp_draws: Whether the module draws random numbers when it trains.
     """
 
     _tp: TensorContext
     _tp_class: type
+    _tp_draws: bool
 
 
 class ColumnLinear(_Layer):
@@ -74,9 +103,9 @@ class ColumnLinear(_Layer):
 
     weight: Tensor
     bias: Tensor | None
-    _tp_is_input: bool
-    _tp_is_gathered: bool
-    _tp_num_parts: int
+    _tp_is_input: bool = False
+    _tp_is_gathered: bool = False
+    _tp_num_parts: int = 1
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self._tp_is_gathered:
@@ -104,7 +133,7 @@ class RowLinear(_Layer):
 
     weight: Tensor
     bias: Tensor | None
-    _tp_is_split: bool
+    _tp_is_split: bool = False
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self._tp_is_split:
@@ -162,7 +191,7 @@ class FeatureEmbedding(_Embedding):
         _tp_is_inside: Whether the layer is inside of a region, so that the output is this rank's part too.
     """
 
-    _tp_is_inside: bool
+    _tp_is_inside: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
         embedded = self._embed(input, self._tp.local(self.weight), self.padding_idx)
@@ -176,7 +205,7 @@ class Replicated(_Layer):
         _tp_is_inside: Whether the layer is inside of a region, so that the ranks' gradients are added up.
     """
 
-    _tp_is_inside: bool
+    _tp_is_inside: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
@@ -214,12 +243,10 @@ class Region(_Layer):
         _tp_inputs: The arguments that come from outside of the region: hidden states, and then those of another stack, which
             all ranks have.
         _tp_weights: Where the outputs have the attention's weights; None if there are none.
-        _tp_draws: Whether the layer draws random numbers when it trains.
     """
 
     _tp_inputs: tuple[str, ...]
     _tp_weights: int | None
-    _tp_draws: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, *others = self._tp_inputs
@@ -248,6 +275,10 @@ class RegionDropout(_Layer):
             return super().forward(input)  # type: ignore[no-any-return]
 
 
+class Block(_Layer):
+    """A block that runs as it is, on whole sequences; see `Style.attributes`."""
+
+
 class SequenceBlock(_Layer):
     """A block of a stack that runs on parts of the sequence.
 
@@ -255,13 +286,11 @@ class SequenceBlock(_Layer):
         _tp_stack: The stack.
         _tp_is_first: Whether the block is the stack's first.
         _tp_is_last: Whether the block is the stack's last.
-        _tp_draws: Whether the block draws random numbers when it trains.
     """
 
     _tp_stack: SequenceStack
     _tp_is_first: bool
     _tp_is_last: bool
-    _tp_draws: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stack = self._tp_stack

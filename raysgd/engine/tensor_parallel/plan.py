@@ -8,9 +8,24 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
+from raysgd.engine.tensor_parallel.attention import ShardedMultiheadAttention
 from raysgd.engine.tensor_parallel.context import SequenceStack, TensorContext
+from raysgd.engine.tensor_parallel.layers import (
+    Block,
+    ColumnLinear,
+    FeatureEmbedding,
+    Region,
+    RegionDropout,
+    Replicated,
+    RowLinear,
+    SequenceBlock,
+    Style,
+    VocabularyEmbedding,
+)
+from raysgd.engine.tensor_parallel.placements import fused_shard
 from raysgd.engine.tensor_parallel.structure import (
     BLOCKS,
     STACKS,
@@ -20,18 +35,6 @@ from raysgd.engine.tensor_parallel.structure import (
     is_linear,
     known_class,
     units_of,
-)
-from raysgd.engine.tensor_parallel.styles import (
-    Block,
-    Columns,
-    Dropout,
-    EmbeddingColumns,
-    EmbeddingRows,
-    Heads,
-    MultiheadHeads,
-    Rows,
-    Style,
-    Whole,
 )
 from raysgd.engine.tensor_parallel.transformers_plans import check_sequence, planned_layers, planned_unit
 from raysgd.errors import ConfigError
@@ -58,7 +61,7 @@ class TensorPlan:
 
     def describe(self) -> list[tuple[str, str]]:
         """Return each layer's path, and what becomes of it."""
-        return [(path or "(the model)", style.describe()) for path, style in self.styles.items()]
+        return [(path or "(the model)", style.description) for path, style in self.styles.items()]
 
 
 def make_tensor_plan(model: nn.Module, size: int, sequence_parallel: bool = False) -> TensorPlan:
@@ -129,21 +132,55 @@ class _Planner:
             if number % self.size:
                 self.undivided[path] = f"{number} {what} ({number} % {self.size} = {number % self.size})"
                 return
-        context, at = self.context, partial(_join, path)
-        styles: list[Style] = [
-            Columns(context, at(one.path), one.num_parts, one.is_input, unit.is_whole) for one in unit.columns
-        ]
-        styles += [Rows(context, at(one), unit.is_whole) for one in unit.rows]
-        styles += [Whole(context, at(one), is_inside=True) for one in unit.summed]
-        styles += [EmbeddingColumns(context, at(one), is_inside=True) for one in unit.head_embeddings]
-        dropouts = [at(one) for one in unit.own_dropouts]
-        styles += [Dropout(context, one) for one in dropouts if isinstance(self.modules.get(one), nn.Dropout)]
+        at = partial(_join, path)
+        for one in unit.columns:
+            self._plan_columns(at(one.path), one.num_parts, is_input=one.is_input, is_gathered=unit.is_whole)
+        for name in unit.rows:
+            self._plan_rows(at(name), is_split=unit.is_whole)
+        for name in unit.summed:
+            self._plan_layer(at(name), Replicated, "replicated, gradients summed", is_inside=True)
+        for name in unit.head_embeddings:
+            self._plan_layer(at(name), FeatureEmbedding, "heads sharded", {"weight": Shard(1)}, is_inside=True)
+        for name in map(at, unit.own_dropouts):
+            if isinstance(self.modules.get(name), nn.Dropout):
+                self._plan_layer(name, RegionDropout, "draws its own numbers")
+        self._plan_region(path, unit)
+
+    def _plan_columns(self, path: str, num_parts: int = 1, *, is_input: bool = False, is_gathered: bool) -> None:
+        """Shard the outputs of a linear layer."""
+        weight = fused_shard(0 if isinstance(self.modules[path], nn.Linear) else 1, num_parts)
+        parts = f", {num_parts} fused parts" if num_parts > 1 else ""
+        self._plan_layer(
+            path,
+            ColumnLinear,
+            f"outputs sharded{parts}{', then gathered' if is_gathered else ''}",
+            {"weight": weight, "bias": Replicate() if num_parts > 1 else Shard(0)},
+            num_parts=num_parts,
+            is_input=is_input,
+            is_gathered=is_gathered,
+        )
+
+    def _plan_rows(self, path: str, *, is_split: bool) -> None:
+        """Shard the inputs of a linear layer."""
+        weight = Shard(1 if isinstance(self.modules[path], nn.Linear) else 0)
+        description = "inputs split, then sharded" if is_split else "inputs sharded"
+        self._plan_layer(path, RowLinear, description, {"weight": weight}, is_split=is_split)
+
+    def _plan_region(self, path: str, unit: Unit) -> None:
+        """Shard the heads or features of a layer whose linear layers have styles of their own."""
         if unit.is_multihead:
-            styles.append(MultiheadHeads(context, path))
+            placements = {"in_proj_weight": fused_shard(0, 3), **{f"{name}_proj_weight": Shard(0) for name in "qkv"}}
+            self._plan_layer(path, ShardedMultiheadAttention, "heads sharded", placements)
         if unit.region is not None:
-            local = {name: value // self.size for name, value in unit.local.items()}
-            styles.append(Heads(context, at(unit.region), unit.inputs, unit.weights, local))
-        self.styles |= {one.path: one for one in styles}
+            at = _join(path, unit.region)
+            description = "heads sharded" if unit.weights is not None else "features sharded"
+            self._plan_layer(at, Region, description, inputs=unit.inputs, weights=unit.weights)
+            self.styles[at].attributes = {name: value // self.size for name, value in unit.local.items()}
+
+    def _plan_layer(
+        self, path: str, layer: Any, description: str, placements: dict[str, Placement] | None = None, **options: Any
+    ) -> None:
+        self.styles[path] = Style(self.context, path, layer, description, placements or {}, options)
 
     # Embeddings and the output layer
 
@@ -158,18 +195,16 @@ class _Planner:
             assert isinstance(weight, Tensor)
             rows, features = weight.shape
             is_embedding = isinstance(module, nn.Embedding)
-            style: Style
-            if rows % self.size == 0:
-                style = (
-                    EmbeddingRows(self.context, path) if is_embedding else Columns(self.context, path, is_gathered=True)
-                )
+            if rows % self.size == 0 and is_embedding:
+                self._plan_layer(path, VocabularyEmbedding, "vocabulary sharded", {"weight": Shard(0)})
+            elif rows % self.size == 0:
+                self._plan_columns(path, is_gathered=True)
+            elif features % self.size == 0 and is_embedding:
+                self._plan_layer(path, FeatureEmbedding, "features sharded", {"weight": Shard(1)})
             elif features % self.size == 0:
-                style = (
-                    EmbeddingColumns(self.context, path) if is_embedding else Rows(self.context, path, is_split=True)
-                )
+                self._plan_rows(path, is_split=True)
             else:
-                style = Whole(self.context, path)
-            self.styles[path] = style
+                self._plan_layer(path, Replicated, "replicated")
 
     def _vocabulary_layers(self) -> Iterator[tuple[str, nn.Module]]:
         embeddings = {path: one for path, one in self.modules.items() if _is_plain_embedding(one)}
@@ -226,11 +261,14 @@ class _Planner:
 
     def _plan_blocks(self, blocks: Mapping[str, nn.Module]) -> None:
         for path, block in blocks.items():
-            if not self.is_on_parts:
-                if isinstance(block, nn.TransformerEncoderLayer):
-                    self.styles.setdefault(path, Block(self.context, path))
-            elif self._is_block(path) or self._is_planned_block(path, block, blocks):
-                self._plan_sequence_block(path, block)
+            if self.is_on_parts:
+                if self._is_block(path) or self._is_planned_block(path, block, blocks):
+                    self._plan_sequence_block(path, block)
+            elif isinstance(block, nn.TransformerEncoderLayer) and path not in self.styles:
+                self._plan_layer(path, Block, "heads and features sharded")
+            if isinstance(block, nn.TransformerEncoderLayer) and path in self.styles:
+                # torch's inference path hands all weights to one kernel, which knows no DTensors; so it is not taken.
+                self.styles[path].attributes = {"activation_relu_or_gelu": 0}
 
     def _is_planned_block(self, path: str, block: nn.Module, blocks: Mapping[str, nn.Module]) -> bool:
         at = self._planned_at(path)
@@ -258,10 +296,11 @@ class _Planner:
         if is_stack and isinstance(self.modules.get(parent), nn.ModuleList):
             siblings = [f"{parent}.{name}" for name in self.modules[parent]._modules]
         first = self.styles.get(siblings[0])
-        stack = (
-            first.stack if isinstance(first, Block) and first.stack is not None else SequenceStack(_sequence_dim(block))
-        )
-        self.styles[path] = Block(self.context, path, stack, is_first=path == siblings[0], is_last=path == siblings[-1])
+        is_planned = first is not None and first.layer is SequenceBlock
+        stack = first.options["stack"] if first is not None and is_planned else SequenceStack(_sequence_dim(block))
+        is_first, is_last = path == siblings[0], path == siblings[-1]
+        description = "on parts of the sequence"
+        self._plan_layer(path, SequenceBlock, description, stack=stack, is_first=is_first, is_last=is_last)
 
     # Everything else
 
@@ -272,7 +311,7 @@ class _Planner:
                 continue
             if _is_below(path, own) and not _is_below(path, self.unsure) and has_linear_weights(module):
                 self.unsure[path] = f"a {type(module).__name__} that no known layer uses"
-            self.styles[path] = Whole(self.context, path)
+            self._plan_layer(path, Replicated, "replicated")
 
     def _raise_problems(self) -> None:
         if self.undivided:
