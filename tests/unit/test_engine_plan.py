@@ -299,6 +299,12 @@ def test_model_without_repeated_layers_can_be_planned() -> None:
     assert any("no repeated layers" in reason for reason in found.refused.values())
 
 
+@pytest.mark.parametrize("given", [None, False])
+def test_step_is_planned_fused_unless_the_user_chose_otherwise(given: bool | None) -> None:
+    chosen = make_plan(num_workers=1, memory=80e9, fused_optimizer=given).chosen
+    assert chosen.config.fused_optimizer is (given is None)
+
+
 def test_optimizer_without_a_fused_step_needs_temporary_tensors() -> None:
     class Own(torch.optim.AdamW):
         pass
