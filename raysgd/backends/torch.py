@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from raysgd._util.imports import imported
+from raysgd._util.text import with_article
 from raysgd.backends import torch_compiler, torch_groups, torch_scripts, torch_transfers
 from raysgd.backends.base import Backend, BackendConfig, Member, refuse_shared_gpu
 from raysgd.backends.flight_recorder import FlightRecord, display_name, last_of_each_group, read_collectives
@@ -29,7 +30,7 @@ from raysgd.backends.rendezvous import address_family, find_interface
 from raysgd.backends.torch_exchange import ExchangeWatch
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, SerializationError
 
 _BACKLOG = 2048
 
@@ -372,10 +373,25 @@ def is_error_of_group(error: BaseException) -> bool:
 
 
 def model_reducers() -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
-    """Return how models and tensors are pickled when train_func returns them: without DDP, on the CPU."""
+    """Return how models and tensors are pickled when train_func returns them: without DDP, on the CPU.
+
+    Models of FSDP are refused.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
-    return {DistributedDataParallel: lambda wrapped: (_identity, (wrapped.module,)), **tensor_reducers()}
+    reducers: dict[type, Callable[[Any], tuple[Any, ...]]]
+    reducers = {DistributedDataParallel: lambda wrapped: (_identity, (wrapped.module,)), **tensor_reducers()}
+    if (fsdp := imported("torch.distributed.fsdp")) is not None:
+        reducers[fsdp.FSDPModule] = _refuse_sharded
+    return reducers
+
+
+def _refuse_sharded(model: Any) -> tuple[Any, ...]:
+    raise SerializationError(
+        f"the parameters of {with_article(type(model).__name__)} are divided over the ranks, as by zero_stage=3. Save them by "
+        "engine.save_checkpoint(): load() of the checkpoint has whole tensors in the driver, and raysgd.torch.export makes files "
+        "for from_pretrained."
+    )
 
 
 def tensor_reducers() -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:

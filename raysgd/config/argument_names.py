@@ -5,7 +5,6 @@ The decorators keep the visible signature, so editors, type checkers and the ref
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import inspect
@@ -136,6 +135,21 @@ METHOD_HINTS = {
 }
 
 
+#: The same for `raysgd.Engine.compose`.
+COMPOSE_HINTS = {
+    **_use(
+        train_dataloader="dataloader loader train_loader dataset train_dataset",
+        eval_dataloader="eval_loader val_loader val_dataloader valid_dataloader test_dataloader",
+    ),
+    **_each(
+        "use lr_scheduler_fn=, a function that makes the scheduler of the optimizer that it is called with",
+        "lr_scheduler scheduler scheduler_fn",
+    ),
+    "models": "make an Engine for each model",
+    "optimizers": "make an Engine for each model and its optimizer",
+}
+
+
 def check_known(
     owner: str, given: Iterable[str], known: Collection[str], hints: Mapping[str, str], otherwise: str = ""
 ) -> None:
@@ -161,6 +175,8 @@ def check_known(
 def refuse_unknown(owner: str, hints: Mapping[str, str] | None = None, otherwise: str = "") -> Callable[[F], F]:
     """Decorate a function so that an argument it does not have raises `UnknownArgumentError` with what to use instead.
 
+    So does a value without a name for an argument that has to have one.
+
     Args:
         owner: The function's name in the message, such as ``Trainer.run``.
         hints: What to do instead, by the names that other libraries use.
@@ -168,12 +184,20 @@ def refuse_unknown(owner: str, hints: Mapping[str, str] | None = None, otherwise
     """
 
     def decorate(function: F) -> F:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())
         known = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
         known.discard("self")
+        named = ", ".join(f"{each.name}=..." for each in parameters if each.kind is each.KEYWORD_ONLY)
+        num_positional = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
+        is_open = any(each.kind is each.VAR_POSITIONAL for each in parameters)
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
+            if named and not is_open and len(args) > num_positional:
+                raise UnknownArgumentError(
+                    f"{owner}({_shorten(args[num_positional])}) gives a value without its name; write {owner}({named}), with "
+                    "those that you need."
+                )
             check_known(owner, kwargs, known, hints or {}, otherwise)
             return function(*args, **kwargs)
 
@@ -183,25 +207,17 @@ def refuse_unknown(owner: str, hints: Mapping[str, str] | None = None, otherwise
 
 
 def refuse_unknown_fields(hints: Mapping[str, str] | None = None) -> Callable[[type[T]], type[T]]:
-    """Decorate a dataclass as `refuse_unknown` decorates a function; refuse values without a name, too."""
+    """Decorate a dataclass, whose fields have to be named, as `refuse_unknown` decorates a function."""
 
     def decorate(cls: type[T]) -> type[T]:
-        by_name = refuse_unknown(cls.__name__, hints)(cls.__init__)
-
-        @functools.wraps(by_name)
-        def checked(self: T, *args: Any, **kwargs: Any) -> None:
-            if args:
-                names = ", ".join(f"{each.name}=..." for each in dataclasses.fields(cls))  # type: ignore[arg-type]
-                raise UnknownArgumentError(
-                    f"{cls.__name__}({args[0]!r}) gives a value without its name; write {cls.__name__}({names}), with those "
-                    "that you need."
-                )
-            by_name(self, **kwargs)
-
-        cls.__init__ = checked  # type: ignore[method-assign, assignment]
+        cls.__init__ = refuse_unknown(cls.__name__, hints)(cls.__init__)  # type: ignore[method-assign]
         return cls
 
     return decorate
+
+
+def _shorten(value: Any) -> str:
+    return given if len(given := repr(value)) <= 80 and "\n" not in given else f"<{type(value).__name__}>"
 
 
 def nearest(name: object, known: Collection[str]) -> str:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from raysgd._util.text import with_article
+from raysgd.config.argument_names import COMPOSE_HINTS, refuse_unknown
 from raysgd.config.checks import check_count
 from raysgd.engine.checks import check_parts, check_workers
 from raysgd.engine.composing import compose
@@ -100,6 +101,7 @@ class Engine:
 
     # -- composing ----------------------------------------------------------------------------------------------------
 
+    @refuse_unknown("engine.compose", COMPOSE_HINTS)
     def compose(
         self,
         *,
@@ -204,9 +206,9 @@ class Engine:
             retain_graph: As in ``torch.Tensor.backward``: whether another loss of the same graph follows.
 
         Raises:
-            UsageError: The weight of the batch is not known, or cannot be used; with ``pipeline_parallel``, the loss is another
-                one than the model returned; the strategies need an optimizer, and `compose` got none; a parameter has no
-                gradient, or has hooks, and the strategies do not allow that.
+            UsageError: The loss is not a scalar tensor with a gradient; the weight of the batch is not known, or cannot be used;
+                with ``pipeline_parallel``, the loss is another one than the model returned; the strategies need an optimizer, and
+                `compose` got none; a parameter has no gradient, or has hooks, and the strategies do not allow that.
         """
         self._running().backward(loss, weight, retain_graph=retain_graph)
 

@@ -20,7 +20,7 @@ from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api
 from raysgd.torch.batches import take_rows
 from raysgd.torch.evaluation import EvaluationLoader
-from raysgd.torch.loader import prepare_data_loader
+from raysgd.torch.loader import PreparedLoader, prepare_data_loader
 from raysgd.torch.rows import FollowedLoader, skip_batches
 
 Decay = Literal["linear", "cosine", "constant"]
@@ -158,7 +158,8 @@ class PreTrainer:
     def train_valid_test_datasets_provider(self) -> Any:
         """Return the datasets for training, validation and test, and if needed a ``collate_fn`` as a fourth value.
 
-        The last two datasets may be None. A DataLoader may stand in the place of a dataset.
+        The last two datasets may be None. A DataLoader may stand in the place of a dataset, or what
+        `raysgd.torch.prepare_data_loader` made of it.
         """
         raise NotImplementedError
 
@@ -266,13 +267,15 @@ class PreTrainer:
         if provided[0] is None:
             raise ConfigError(f"{name} returned None as the training data, which has no default.")
         collate = provided[3] if len(provided) == 4 else None
+        for kind, data in zip(("training", "validation", "test"), provided[:3], strict=True):
+            _check_rows(f"{name} returned {with_article(type(data).__name__)} as the {kind} data", data)
         return [
             None if data is None else self._make_loader(data, collate, shuffles=place == 0)
             for place, data in enumerate(provided[:3])
         ]
 
-    def _make_loader(self, data: Any, collate: Any, *, shuffles: bool) -> DataLoader[Any]:
-        if isinstance(data, DataLoader):
+    def _make_loader(self, data: Any, collate: Any, *, shuffles: bool) -> DataLoader[Any] | PreparedLoader:
+        if isinstance(data, (DataLoader, PreparedLoader)):
             return data
         shuffles = shuffles and not isinstance(data, IterableDataset)
         # Of its own: a loader without one draws from the generator that dropout uses.
@@ -291,9 +294,14 @@ class PreTrainer:
         if not isinstance(model, nn.Module):
             what = "None" if model is None else with_article(type(model).__name__)
             raise ConfigError(f"{name} returned {what} as the model, which has no default; return a torch module.")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(
+                f"{name} returned {with_article(type(model).__name__)} without parameters to train: all are frozen; unfreeze "
+                "those that shall be trained by parameter.requires_grad_(True)."
+            )
         return model, make_default_optimizer(model, self.settings) if optimizer is None else optimizer, make_scheduler
 
-    def _count_steps(self, loader: DataLoader[Any]) -> int:
+    def _count_steps(self, loader: DataLoader[Any] | PreparedLoader) -> int:
         settings = self.settings
         if settings.steps is not None:
             return settings.steps
@@ -304,7 +312,8 @@ class PreTrainer:
                 f"{type(self).__name__}: the training data has no length, so the default scheduler needs the number of steps: "
                 "give steps=..., or return a function that makes a scheduler."
             ) from None
-        num_batches = math.ceil(num_batches / api.data_parallel_size())
+        if not isinstance(loader, PreparedLoader):  # it has all rows
+            num_batches = math.ceil(num_batches / api.data_parallel_size())
         return settings.epochs * math.ceil(num_batches / self.engine.config.accumulation_steps)
 
     def _default_scheduler(self, num_steps: int) -> Callable[[Any], Any]:
@@ -314,6 +323,17 @@ class PreTrainer:
             return learning_rate_factor(step, num_steps, settings.warmup, settings.decay)
 
         return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _check_rows(what: str, data: Any) -> None:
+    """Check that data is a dataset or a loader, and has rows if it has a length."""
+    dataset: Any = data.dataset if isinstance(data, (DataLoader, PreparedLoader)) else data
+    if data is None or isinstance(dataset, IterableDataset):
+        return
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise ConfigError(f"{what}; return a dataset with __getitem__ and __len__, an IterableDataset or a DataLoader.")
+    if not len(dataset):
+        raise ConfigError(f"{what}, and it has no rows; return one with rows, or for validation and test None.")
 
 
 class Finetuner(PreTrainer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, zip_longest
 from typing import Any, TypeVar
 
@@ -81,9 +81,10 @@ class EvaluationLoader:
             return tuple(self.gather(value) for value in values)
         if is_dtensor(values):
             values = values.full_tensor()
-        elif not isinstance(values, torch.Tensor):
+        if not isinstance(values, torch.Tensor) and isinstance(values, Iterable):
             values = list(values)
-        return _gather_entries(values, self._batches_of(_count(values)), self._places)
+        _check_entries("gather", values)
+        return _gather_entries(values, self._batches_of(len(values)), self._places)
 
     def _batches_of(self, num: int) -> list[tuple[int, int]]:
         """Return the rows of the batches that so many entries belong to, and how many of each this rank counts."""
@@ -121,15 +122,18 @@ def _gather_own(values: Any, places: RowPlaces, number: int) -> Any:
         return type(values)(*gathered) if hasattr(values, "_fields") else type(values)(gathered)
     if is_dtensor(values):
         values = values.full_tensor()
-    if not isinstance(values, list) and not (isinstance(values, torch.Tensor) and values.ndim):
-        given = (
-            "a tensor without dimensions" if isinstance(values, torch.Tensor) else with_article(type(values).__name__)
-        )
-        raise UsageError(
-            f"gather_for_metrics got {given}; give tensors or lists with one entry for each row of the batch, or a dict, tuple "
-            "or list of such tensors. A mean over a batch is spread over its rows by loss.expand(num_rows)."
-        )
+    _check_entries("gather_for_metrics", values)
     return _gather_entries(values, [(len(values), _num_own(len(values), places, number))], places)
+
+
+def _check_entries(name: str, values: Any) -> None:
+    if isinstance(values, list) or (isinstance(values, torch.Tensor) and values.ndim):
+        return
+    given = "a tensor without dimensions" if isinstance(values, torch.Tensor) else with_article(type(values).__name__)
+    raise UsageError(
+        f"{name} got {given}; give tensors or lists with one entry for each row of the batch, or a dict, tuple or list of such "
+        "tensors. A mean over a batch is spread over its rows by loss.expand(num_rows)."
+    )
 
 
 def _num_own(num: int, places: RowPlaces, number: int) -> int:
@@ -142,10 +146,6 @@ def _num_own(num: int, places: RowPlaces, number: int) -> int:
             "for each batch, of a loader from engine.compose(eval_dataloader=...) or prepare_data_loader(loader, train=False)."
         )
     return places.num_own(number, number * places.batch_size, num)
-
-
-def _count(values: Any) -> int:
-    return len(values) if isinstance(values, list) or values.ndim else 1
 
 
 def _gather_entries(values: Any, batches: Sequence[tuple[int, int]], places: RowPlaces) -> Any:

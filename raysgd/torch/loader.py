@@ -332,6 +332,7 @@ def _unsplittable(loader: DataLoader[Any], num_workers: int) -> UsageError:
     name = type(loader.dataset).__name__
     return UsageError(
         f"{name} is an IterableDataset, which no sampler can split: each of the {num_workers} workers would read all of "
-        "it. Let it yield a shard by raysgd.world_rank() and raysgd.world_size() and pass add_sampler=False, or give "
-        "the data to the Trainer and use raysgd.get_dataset()."
+        "it. Let it yield a shard by raysgd.world_rank() and raysgd.world_size(), and use "
+        "raysgd.torch.prepare_data_loader(loader, add_sampler=False), which the engine and its templates take too; or give the "
+        "data to the Trainer and use raysgd.get_dataset()."
     )

@@ -77,6 +77,8 @@ def dumps_named(
     """
     try:
         return dumps(obj, reducers)
+    except SerializationError as error:  # of a reducer, which says what to do
+        raise SerializationError(f"{name} cannot be sent to another process: {error}", path=name) from error
     except Exception as error:
         inside, part = _find_unpicklable(obj, "", reducers)
         path = f"{name} {inside}" if " " in name and inside.startswith(("[", ".")) else name + inside

@@ -15,8 +15,10 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import raysgd
+from raysgd.backends.torch import model_reducers
 from raysgd.engine.accumulation import Accumulation
-from raysgd.errors import ConfigError, UsageError
+from raysgd.errors import ConfigError, SerializationError, UsageError
+from raysgd.workers.pickling import dumps_returned
 from support import groups, loop_edits, project
 from support.engine_steps import session_of
 
@@ -316,6 +318,15 @@ def test_copies_and_averages_of_a_sharded_model_are_refused() -> None:
     other = Net()
     early.update_parameters(other)
     assert torch.equal(early.module.last.weight, other.last.weight)
+
+
+def test_sharded_model_that_train_func_returns_is_refused_with_what_to_do() -> None:
+    _, model, _ = composed(zero_stage=3)
+    with pytest.raises(
+        SerializationError,
+        match=r"^train_func's return value cannot be sent .* a FSDPNet are divided.*engine\.save_checkpoint\(\): load\(\)",
+    ):
+        dumps_returned({"model": model}, "train_func", model_reducers())
 
 
 @pytest.mark.parametrize("saved_by", STAGES[:4], ids=str)

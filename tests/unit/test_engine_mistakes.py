@@ -33,6 +33,32 @@ def test_strategy_that_does_not_exist() -> None:
         raysgd.Engine(zero_stages=2)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"lr_scheduler": None},
+            "no argument 'lr_scheduler': use lr_scheduler_fn=, a function that makes the scheduler",
+        ),
+        ({"val_loader": None}, "no argument 'val_loader': use eval_dataloader="),
+        ({"optimiser": None}, r"no argument 'optimiser' \(did you mean 'optimizer'\?\)"),
+    ],
+)
+def test_argument_that_compose_does_not_have_is_refused_with_the_right_one(change: Any, message: str) -> None:
+    with pytest.raises(UnknownArgumentError, match=message):
+        raysgd.Engine().compose(model=make_model(), **change)
+
+
+def test_parts_without_their_names_are_refused() -> None:
+    model: Any = make_model()
+    compose: Any = raysgd.Engine().compose
+    with pytest.raises(
+        UnknownArgumentError,
+        match=r"^engine\.compose\(<Sequential>\) gives a value without its name; write engine\.compose\(model=\.\.\., opt",
+    ):
+        compose(model, sgd(model))
+
+
 def test_model_on_two_devices() -> None:
     model = make_model()
     model[0].to("meta")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.planning import Hardware, Plan, plan, predict_memory
 from raysgd.errors import ConfigError, UnknownArgumentError
+from support.engine_models import build
 
 WIDTH = 768
 VOCABULARY = 4000
@@ -259,6 +261,14 @@ def test_own_plan_that_compose_would_refuse_is_refused() -> None:
         make_plan(tensor_plan={"layers.*.fc3": ColwiseParallel()})
     with pytest.raises(ConfigError, match=r"sequence_parallel=True divides .* and tensor_plan is yours"):
         make_plan(sequence_parallel=True)
+
+
+def test_stages_of_an_encoder_and_a_decoder_are_planned() -> None:
+    make, batch = partial(build, "t5"), {"input_ids": (4, 16), "labels": (4, 16)}
+    found = plan(make, batch, 2, 80e9, pipeline_parallel=2)
+    rows = dict.fromkeys(batch, (found.chosen.num_rows, 16))
+    assert found.config.pipeline_parallel == 2
+    assert found.chosen.memory == predict_memory(make, rows, found.config, 2)
 
 
 def test_own_plan_says_how_layers_are_shared() -> None:

@@ -339,8 +339,36 @@ def test_model_that_reads_values_is_refused() -> None:
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return super().forward(x, labels) * (2 if x.sum().item() > 0 else 1)
 
-    with pytest.raises(ConfigError, match=r"cannot be traced without data: .*loss_fn="):
+    with pytest.raises(
+        ConfigError, match=r"without data: Reading\(\*\*batch\) raised .* must not depend on the values"
+    ):
         predict_memory(Reading, MODELS["mlp"].batch(8), EngineConfig(), 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "loss_fn", "message"),
+    [
+        (
+            torch.zeros(8, 3),
+            None,
+            r"Linear\(batch\) raised RuntimeError: .* The micro-batch has 0: \(8, 3\): give a batch such as",
+        ),
+        (
+            {"y": torch.zeros(8, 4)},
+            None,
+            r"Linear\(\*\*batch\) raised TypeError: .*'y'.* The micro-batch has y: \(8, 4\): give a",
+        ),
+        (
+            torch.zeros(8, 4),
+            nn.functional.mse_loss,
+            r"loss_fn\(model, batch\) raised .*loss_fn is called with the model and",
+        ),
+    ],
+)
+def test_call_that_fails_is_named_and_values_are_not_blamed(batch: Any, loss_fn: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as problem:
+        predict_memory(lambda: nn.Linear(4, 2), batch, EngineConfig(), 1, loss_fn=loss_fn)
+    assert "values" not in str(problem.value)
 
 
 @pytest.mark.parametrize(

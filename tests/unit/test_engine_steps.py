@@ -169,6 +169,25 @@ def test_strategies_of_the_step_need_the_optimizer(strategies: dict[str, Any]) -
         engine.backward(loss)
 
 
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda loss: loss.item(), "got a float; give the mean loss of the batch, a scalar tensor"),
+        (lambda loss: None, "got None; give the mean loss"),
+        (lambda loss: loss.expand(3), r"got a tensor of shape \(3,\); give the mean loss.*loss\.mean\(\)"),
+        (lambda loss: loss.detach(), r"has no gradient: it was detached, or computed under torch\.no_grad"),
+    ],
+)
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_loss_that_has_no_backward_pass_is_refused(spoil: Callable[[Any], Any], message: str, zero_stage: int) -> None:
+    engine, model, _ = composed(zero_stage=zero_stage)
+    with pytest.raises(UsageError, match=message):
+        engine.backward(spoil(loss_of(model, 0)))
+    engine.backward(loss_of(model, 0))
+    with torch.no_grad(), pytest.raises(UsageError, match="all parameters are frozen"):
+        engine.backward(loss_of(model.requires_grad_(False), 0))
+
+
 def test_model_alone_trains_with_an_optimizer_of_the_loop() -> None:
     engine = raysgd.Engine(precision="bf16", activation_checkpointing="full")
     model, *_ = engine.compose(model=make_model())

@@ -148,6 +148,33 @@ class Rows(IterableDataset[Any]):
         return iter(zip(X[20:27], Y[20:27], strict=True))
 
 
+def test_stream_that_takes_its_shard_is_given_as_a_prepared_loader() -> None:
+    class OfStream(Template):
+        data = (Rows(), None, None)
+
+    with (
+        session_of(0, 2),
+        pytest.raises(UsageError, match=r"prepare_data_loader\(loader, add_sampler=False\).* templates"),
+    ):
+        raysgd.torch.prepare_data_loader(OfStream(engine=raysgd.Engine())._provide_loaders()[0])
+    expected = OfStream(engine=raysgd.Engine(), steps=2, batch_size=3)
+    torch.manual_seed(5)
+    expected.train()
+    prepared = raysgd.torch.prepare_data_loader(DataLoader(Rows(), 3, generator=torch.Generator()), add_sampler=False)
+    OfStream.data = (prepared, None, None)
+    template = OfStream(engine=raysgd.Engine(), steps=2)
+    torch.manual_seed(5)
+    template.train()
+    assert template.losses == expected.losses
+
+
+def test_prepared_loader_has_the_batches_of_this_rank() -> None:
+    with session_of(0, 2):
+        loader = DataLoader(TensorDataset(X[:20], Y[:20]), batch_size=2)
+        template = Template(engine=raysgd.Engine(), epochs=1)
+        assert [template._count_steps(one) for one in (loader, raysgd.torch.prepare_data_loader(loader))] == [5, 5]
+
+
 class Batches:
     """A batch sampler that has nothing but batches, not even a length."""
 
@@ -265,6 +292,16 @@ PROVIDED = [
         {"run_forward_step": lambda self, batch, model: model(batch[0])},
         r"run_forward_step returned a tensor of shape \(8, 1\)",
     ),
+    ({"data": (TensorDataset(X[:0], Y[:0]), None, None)}, "a TensorDataset as the training data, and it has no rows"),
+    (
+        {"data": (TensorDataset(X, Y), DataLoader(TensorDataset(X[:0])), None)},
+        "a DataLoader as the validation data, and it has no rows; .* for validation and test None",
+    ),
+    ({"data": (7, None, None)}, "an int as the training data; return a dataset with __getitem__ and __len__"),
+    (
+        {"model_optimizer_lr_scheduler_provider": lambda self: (make_model().requires_grad_(False), None, None)},
+        r"provider returned a Sequential without parameters to train: all are frozen; unfreeze",
+    ),
     ({"run_compute_metrics": lambda self, model, loader: 0.5}, "run_compute_metrics returned a float; return a dict"),
 ]
 
@@ -297,6 +334,19 @@ def test_gather_outside_an_evaluation_and_of_other_rows_is_refused() -> None:
 
     with pytest.raises(UsageError, match=r"gather got 7 entries|gather got 2 entries, and the newest batch has 3 rows"):
         Wrong(engine=raysgd.Engine(), batch_size=3).train()
+
+
+@pytest.mark.parametrize(
+    ("value", "given"), [(0.5, "a float"), (torch.tensor(0.5), "a tensor without dimensions"), (None, "a NoneType")]
+)
+def test_gather_of_a_single_value_is_refused(value: Any, given: str) -> None:
+    class Wrong(Tuner):
+        def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> Any:
+            for _ in eval_dataloader:
+                self.gather({"loss": value})
+
+    with pytest.raises(UsageError, match=rf"gather got {given}; give tensors or lists with one entry for each row"):
+        Wrong(engine=raysgd.Engine(), batch_size=1).train()
 
 
 # -- which rows each rank counts ---------------------------------------------------------------------------------------

@@ -233,8 +233,8 @@ def _find_obstacle(profile: ModelProfile, tensor: int, pipeline: int, num_worker
                     f"{tensor} ranks do not divide {heads} attention heads: {heads} / {tensor} = {heads / tensor:.2f}"
                 )
     if pipeline > 1:
-        if profile.pipeline_obstacle:
-            return profile.pipeline_obstacle
+        if not profile.stacks:
+            return "no repeated layers were found in the model"
         if pipeline > profile.num_blocks:
             return f"{pipeline} stages are more than the model's {profile.num_blocks} layers"
     return None

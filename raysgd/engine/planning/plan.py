@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from raysgd._util.text import with_article
+from raysgd.config.argument_names import refuse_unknown
 from raysgd.config.checks import check_amount, check_choice, check_count, check_instance
 from raysgd.engine.config import EngineConfig, check_memory
 from raysgd.engine.planning.candidates import Candidate, Refuse, check_fixed
@@ -210,6 +211,7 @@ def plan(
     )
 
 
+@refuse_unknown("predict_memory")
 def predict_memory(
     model_fn: Callable[[], nn.Module],
     batch: Batch,

@@ -168,16 +168,6 @@ class ModelProfile:
     def num_parameters(self) -> int:
         return sum(one.num_elements() for one in self.parameters)
 
-    @property
-    def pipeline_obstacle(self) -> str | None:
-        """Why the layers cannot be divided into pipeline stages; None if they can."""
-        if not self.stacks:
-            return "no repeated layers were found in the model"
-        if len(self.stacks) > 1:
-            names = ", ".join(f"{name} ({count})" for name, count in self.stacks.items())
-            return f"the model has {len(self.stacks)} stacks of layers: {names}; a pipeline needs one"
-        return None
-
 
 def find_highest(states: list[Amount]) -> tuple[Amount, ...]:
     """Return the states that no other state exceeds in every part: one of them is the peak, for any number of ranks."""

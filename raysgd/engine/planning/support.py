@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -26,8 +27,7 @@ class EngineSupport:
         self._model = model
         self._has_own_plan = has_own_plan
         self._refuse = refuse
-        self._shared: dict[tuple[int, bool], str | None] = {}
-        self._split: dict[int, str | None] = {}
+        self._answers: dict[Any, str | None] = {}
         self._stage_blocks: dict[int, tuple[range, ...]] = {}
 
     @property
@@ -39,28 +39,22 @@ class EngineSupport:
         """Return why the engine cannot apply a strategy, or None."""
         reason = OWN_PLAN_OF_SEQUENCES if config.sequence_parallel and self._has_own_plan else None
         if config.tensor_parallel > 1 and not self._has_own_plan:
-            reason = self._find_sharing_obstacle(config.tensor_parallel, config.sequence_parallel)
+            reason = self._try(make_tensor_plan, self._model, config.tensor_parallel, config.sequence_parallel)
         if reason is None and config.pipeline_parallel > 1:
-            reason = self._find_splitting_obstacle(config.pipeline_parallel)
+            reason = self._try(self._split, config.pipeline_parallel)
         if reason is None and self._refuse is not None:
             reason = self._refuse(config)
         return reason
 
-    def _find_sharing_obstacle(self, size: int, is_on_parts: bool) -> str | None:
-        key = (size, is_on_parts)
-        if key not in self._shared:
-            try:
-                make_tensor_plan(self._model, size, is_on_parts)
-                self._shared[key] = None
-            except ConfigError as error:
-                self._shared[key] = str(error)
-        return self._shared[key]
+    def _split(self, num_stages: int) -> None:
+        self._stage_blocks[num_stages] = read_model(self._model, num_stages).ranges
 
-    def _find_splitting_obstacle(self, num_stages: int) -> str | None:
-        if num_stages not in self._split:
+    def _try(self, apply: Callable[..., object], *args: Any) -> str | None:
+        key = (apply, *args)
+        if key not in self._answers:
             try:
-                self._stage_blocks[num_stages] = read_model(self._model, num_stages).ranges
-                self._split[num_stages] = None
+                apply(*args)
+                self._answers[key] = None
             except ConfigError as error:
-                self._split[num_stages] = str(error)
-        return self._split[num_stages]
+                self._answers[key] = str(error)
+        return self._answers[key]

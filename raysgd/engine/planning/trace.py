@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -155,14 +155,16 @@ class TracedModel:
                 stack.enter_context(_without_attention_dropout(self.model))
                 stack.enter_context(_AsOnCuda())
             stack.enter_context(recorder.tracker)
+            call = "loss_fn(model, batch)" if self._loss_fn is not compute_loss else _say_call(self.model, batch)
             try:
                 with torch.autocast("cpu", _AUTOCAST.get(self._precision), enabled=self._precision in _AUTOCAST):
                     # The output lives until the backward pass has ended, as in a training loop.
                     loss = self._loss_fn(self.model, batch)
                 recorder.start_backward()
+                call = "loss.backward()"
                 loss.backward()  # type: ignore[no-untyped-call]
             except Exception as error:
-                raise ConfigError(_explain_trace_error(error)) from error
+                raise ConfigError(_explain_trace_error(error, call, batch)) from error
             by_key = {key_of(parameter): name for name, parameter in self.model.named_parameters()}
             sides = {by_key[key]: frozenset(side) for key, side in recorder.tracker.sides.items() if key in by_key}
             return Step(recorder.finish(), sides, recorder.leaking_block)
@@ -220,16 +222,36 @@ def _build_on_meta(model_fn: Callable[[], nn.Module]) -> nn.Module:
         ) from error
 
 
-def _explain_trace_error(error: Exception) -> str:
+def _say_call(model: nn.Module, batch: Batch) -> str:
+    stars = "**" if isinstance(batch, Mapping) else "*" if isinstance(batch, (tuple, list)) else ""
+    return f"{type(model).__name__}({stars}batch)"
+
+
+def _explain_trace_error(error: Exception, call: str, batch: Batch) -> str:
     if isinstance(error, RuntimeError) and "does not require grad" in str(error):
         return (
             f"The loss does not depend on a parameter that is trained: {_say(error)} Give loss_fn= if the model's output has no "
             "loss, and do not compute the loss under torch.no_grad()."
         )
-    return (
-        f"The model cannot be traced without data: {_say(error)} Its forward pass must not depend on the values of tensors; "
-        "give loss_fn= if it is called in another way than model(**batch)."
+    reads_values = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+    if reads_values or re.search(r"numpy\(\)|data pointer|FakeTensor", str(error)):
+        return (
+            f"The model cannot be traced without data: {call} raised {_say(error)} It must not depend on the values of tensors, "
+            "as by .item(), .numpy(), a comparison in an if, or a mask that selects rows."
+        )
+    advice = (
+        "loss_fn is called with the model and the batch, and returns the loss"
+        if call.startswith("loss")
+        else "give a batch such as the model takes, or loss_fn=, a function of the model and the batch, if it is called otherwise"
     )
+    return (
+        f"The model cannot be traced: {call} raised {_say(error)} The micro-batch has {_say_shapes(batch)}: {advice}."
+    )
+
+
+def _say_shapes(batch: Batch) -> str:
+    named = batch.items() if isinstance(batch, Mapping) else enumerate(_tensors_of(batch))
+    return ", ".join(f"{name}: {tuple(each.shape)}" for name, each in named if isinstance(each, torch.Tensor))
 
 
 def _explain_step_error(optimizer: torch.optim.Optimizer, error: Exception) -> str:
