@@ -147,7 +147,7 @@ def has_whole_gradients(config: EngineConfig) -> bool:
     return config.zero_stage == 0 or several or (config.zero_stage == 1 and config.accumulation_steps > 1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class StateSums:
     """Bytes of a stage's parameters, gradients and optimizer state, whole on one data-parallel rank and sharded.
 
@@ -163,22 +163,25 @@ class StateSums:
         state_shards: The rank's shards of it.
         largest_block: Parameters of the largest block.
         all_blocks: Parameters of all blocks.
-        outside: Parameters outside the blocks.
         largest_parameter: The largest single parameter.
     """
 
-    parameters: float
-    parameter_shards: float
-    gradients: float
-    gradient_shards: float
-    masters: float
-    master_shards: float
-    state: float
-    state_shards: float
-    largest_block: float
-    all_blocks: float
-    outside: float
-    largest_parameter: float
+    parameters: float = 0
+    parameter_shards: float = 0
+    gradients: float = 0
+    gradient_shards: float = 0
+    masters: float = 0
+    master_shards: float = 0
+    state: float = 0
+    state_shards: float = 0
+    largest_block: float = 0
+    all_blocks: float = 0
+    largest_parameter: float = 0
+
+    @property
+    def outside(self) -> float:
+        """Parameters outside the blocks."""
+        return self.parameters - self.all_blocks
 
 
 def sum_states(
@@ -192,48 +195,28 @@ def sum_states(
 
 
 def _sum_states(parameters: tuple[ParameterInfo, ...], tensor_parallel: int, data_parallel: int) -> StateSums:
-    sums = dict.fromkeys(
-        (
-            "parameters",
-            "parameter_shards",
-            "gradients",
-            "gradient_shards",
-            "masters",
-            "master_shards",
-            "state",
-            "state_shards",
-        ),
-        0.0,
-    )
+    sums = StateSums()
     blocks: dict[int, float] = {}
-    outside = largest = 0.0
     for one in parameters:
         whole = one.num_elements(tensor_parallel=tensor_parallel)
         shard = one.num_elements(tensor_parallel=tensor_parallel, shards=data_parallel)
         kept_itemsize = one.master_itemsize or one.itemsize
-        sums["parameters"] += whole * one.itemsize
-        sums["parameter_shards"] += shard * kept_itemsize
+        size = whole * one.itemsize
+        sums.parameters += size
+        sums.parameter_shards += shard * kept_itemsize
         if one.is_trainable:
-            sums["gradients"] += whole * one.itemsize
-            sums["gradient_shards"] += shard * kept_itemsize
-            sums["masters"] += whole * one.master_itemsize
+            sums.gradients += size
+            sums.gradient_shards += shard * kept_itemsize
+            sums.masters += whole * one.master_itemsize
             is_in_place = one.zero_dim(tensor_parallel) == 0 or data_parallel == 1
-            sums["master_shards"] += shard * (one.master_itemsize or (0 if is_in_place else one.itemsize))
-            sums["state"] += whole * one.state_bytes_per_element + one.state_bytes
-            sums["state_shards"] += shard * one.state_bytes_per_element + one.state_bytes
-        size = float(whole * one.itemsize)
-        largest = max(largest, size)
-        if one.block is None:
-            outside += size
-        else:
+            sums.master_shards += shard * (one.master_itemsize or (0 if is_in_place else one.itemsize))
+            sums.state += whole * one.state_bytes_per_element + one.state_bytes
+            sums.state_shards += shard * one.state_bytes_per_element + one.state_bytes
+        sums.largest_parameter = max(sums.largest_parameter, size)
+        if one.block is not None:
             blocks[one.block] = blocks.get(one.block, 0) + size
-    return StateSums(
-        **sums,
-        largest_block=max(blocks.values(), default=0),
-        all_blocks=sum(blocks.values()),
-        outside=outside,
-        largest_parameter=largest,
-    )
+    sums.largest_block, sums.all_blocks = max(blocks.values(), default=0), sum(blocks.values())
+    return sums
 
 
 def _estimate_stage(

@@ -163,109 +163,94 @@ def units_of(module: nn.Module) -> Iterator[Unit]:
         yield from _READERS[name](module)
 
 
-def _check(module: nn.Module, path: str, inputs: int | None, outputs: int | None) -> None:
-    found = sizes(module.get_submodule(path))
-    for kind, number, expected in zip(("inputs", "outputs"), found, (inputs, outputs), strict=True):
-        if expected is not None and number != expected:
-            raise UnsureError(f"{path} has {number} {kind}, and {expected} are expected")
+def _pair(
+    module: Any, columns: list[Linear], row: str, heads: int | None = None, width: int | None = None, **more: Any
+) -> Unit:
+    """Make the unit of linear layers that end in one.
+
+    Args:
+        module: The unit's module.
+        columns: The layers at its start.
+        row: The path of the layer at its end.
+        heads: Heads that the ranks share; None for features.
+        width: Features of all heads; None: the outputs of the first layer.
+        more: Further attributes of the unit.
+    """
+    width = width or sizes(module.get_submodule(columns[0].path))[1]
+    for one in columns:
+        _check(one.path, "outputs", sizes(module.get_submodule(one.path))[1], one.num_parts * width)
+    _check(row, "inputs", sizes(module.get_submodule(row))[0], width)
+    return Unit({"features": width} if heads is None else {"heads": heads}, columns, [row], **more)
+
+
+def _check(path: str, kind: str, number: int, expected: int) -> None:
+    if number != expected:
+        raise UnsureError(f"{path} has {number} {kind}, and {expected} are expected")
+
+
+def _check_class(module: nn.Module, *names: str) -> None:
+    if known_class(module, frozenset(_BERT + name for name in names)) is None:
+        raise UnsureError(f"it holds a {type(module).__name__}")
 
 
 def _gpt2_attention(module: Any) -> Iterator[Unit]:
-    embed, parts = module.embed_dim, 2 if module.is_cross_attention else 3
-    _check(module, "c_attn", None, parts * embed)
-    _check(module, "c_proj", embed, None)
-    columns = [Linear("c_attn", num_parts=parts)]
-    if module.is_cross_attention:
-        _check(module, "q_attn", None, embed)
-        columns.append(Linear("q_attn"))
-    yield Unit(
-        {"heads": embed // module.head_dim},
-        columns,
-        ["c_proj"],
-        region="",
-        inputs=("hidden_states", "encoder_hidden_states"),
-        local={"num_heads": module.num_heads, "split_size": embed},
-    )
+    embed, heads = module.embed_dim, module.embed_dim // module.head_dim
+    columns = [Linear("c_attn", num_parts=2), Linear("q_attn")] if module.is_cross_attention else [Linear("c_attn", 3)]
+    inputs, local = ("hidden_states", "encoder_hidden_states"), {"num_heads": module.num_heads, "split_size": embed}
+    yield _pair(module, columns, "c_proj", heads, embed, region="", inputs=inputs, local=local)
 
 
 def _gpt2_mlp(module: Any) -> Iterator[Unit]:
-    features = sizes(module.c_fc)[1]
-    _check(module, "c_proj", features, None)
-    yield Unit({"features": features}, [Linear("c_fc", is_input=True)], ["c_proj"])
+    yield _pair(module, [Linear("c_fc", is_input=True)], "c_proj")
 
 
 def _bert_attention(module: Any) -> Iterator[Unit]:
     inner = module.self
-    known = frozenset({_BERT + "BertSelfAttention", _BERT + "BertCrossAttention"})
-    if known_class(inner, known) is None or known_class(module.output, frozenset({_BERT + "BertSelfOutput"})) is None:
-        raise UnsureError(f"it joins a {type(inner).__name__} and a {type(module.output).__name__}")
-    width = inner.all_head_size
-    for path in ("query", "key", "value"):
-        _check(inner, path, None, width)
-    _check(module, "output.dense", width, None)
-    yield Unit(
-        {"heads": inner.num_attention_heads},
-        [Linear("self.query"), Linear("self.key"), Linear("self.value")],
-        ["output.dense"],
-        region="self",
-        inputs=("hidden_states", "encoder_hidden_states"),
-        local={"num_attention_heads": inner.num_attention_heads, "all_head_size": width},
-    )
+    _check_class(inner, "BertSelfAttention", "BertCrossAttention")
+    _check_class(module.output, "BertSelfOutput")
+    heads, width = inner.num_attention_heads, inner.all_head_size
+    columns = [Linear(f"self.{name}") for name in ("query", "key", "value")]
+    inputs = ("hidden_states", "encoder_hidden_states")
+    local = {"num_attention_heads": heads, "all_head_size": width}
+    yield _pair(module, columns, "output.dense", heads, width, region="self", inputs=inputs, local=local)
 
 
 def _bert_layer(module: Any) -> Iterator[Unit]:
-    names = (_BERT + "BertIntermediate", _BERT + "BertOutput")
-    for part, name in zip((module.intermediate, module.output), names, strict=True):
-        if known_class(part, frozenset({name})) is None:
-            raise UnsureError(f"it holds a {type(part).__name__}")
-    features = sizes(module.intermediate.dense)[1]
-    _check(module, "output.dense", features, None)
-    yield Unit({"features": features}, [Linear("intermediate.dense", is_input=True)], ["output.dense"])
+    _check_class(module.intermediate, "BertIntermediate")
+    _check_class(module.output, "BertOutput")
+    yield _pair(module, [Linear("intermediate.dense", is_input=True)], "output.dense")
 
 
 def _t5_attention(module: Any) -> Iterator[Unit]:
-    heads = module.n_heads
-    for path in ("q", "k", "v"):
-        _check(module, path, None, heads * module.key_value_proj_dim)
-    _check(module, "o", heads * module.key_value_proj_dim, None)
-    yield Unit(
-        {"heads": heads},
-        [Linear("q"), Linear("k"), Linear("v")],
-        ["o"],
+    yield _pair(
+        module,
+        [Linear(name) for name in "qkv"],
+        "o",
+        module.n_heads,
+        module.n_heads * module.key_value_proj_dim,
         region="",
         inputs=("hidden_states", "key_value_states"),
         weights=2,
-        local={"n_heads": heads, "inner_dim": module.inner_dim},
+        local={"n_heads": module.n_heads, "inner_dim": module.inner_dim},
         head_embeddings=["relative_attention_bias"] if module.has_relative_attention_bias else [],
     )
 
 
 def _t5_dense(module: Any) -> Iterator[Unit]:
-    firsts = ["wi_0", "wi_1"] if hasattr(module, "wi_0") else ["wi"]
-    features = sizes(module.get_submodule(firsts[0]))[1]
-    for path in firsts[1:]:
-        _check(module, path, None, features)
-    _check(module, "wo", features, None)
-    yield Unit(
-        {"features": features},
-        [Linear(path) for path in firsts],
-        ["wo"],
-        region="",
-        weights=None,
-    )
+    firsts = [Linear("wi_0"), Linear("wi_1")] if hasattr(module, "wi_0") else [Linear("wi")]
+    yield _pair(module, firsts, "wo", region="", weights=None)
 
 
 def _multihead_attention(module: Any) -> Iterator[Unit]:
     if module.bias_k is not None or module.add_zero_attn:
         raise UnsureError("add_bias_kv=True and add_zero_attn=True add a key that no rank owns")
-    _check(module, "out_proj", module.embed_dim, module.embed_dim)
+    for kind, number in zip(("inputs", "outputs"), sizes(module.out_proj), strict=True):
+        _check("out_proj", kind, number, module.embed_dim)
     yield Unit({"heads": module.num_heads}, [], ["out_proj"], is_multihead=True)
 
 
 def _transformer_layer(module: Any) -> Iterator[Unit]:
-    features = sizes(module.linear1)[1]
-    _check(module, "linear2", features, None)
-    yield Unit({"features": features}, [Linear("linear1", is_input=True)], ["linear2"], own_dropouts=["dropout"])
+    yield _pair(module, [Linear("linear1", is_input=True)], "linear2", own_dropouts=["dropout"])
 
 
 _READERS: dict[str, Callable[[Any], Iterator[Unit]]] = {
