@@ -15,7 +15,6 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 import raysgd
 from raysgd.checkpoint.codecs.torch import local_shards
@@ -53,9 +52,6 @@ def prepare(
         blocks = [one for one in model.modules() if type(one).__name__ in names]
         for block in (*blocks, model):
             fully_shard(block, **policy)
-    elif data_parallel == "ddp":
-        assert pipeline is not None
-        pipeline.module = DistributedDataParallel(model, process_group=axes["dp"].get_group())
     return model, pipeline
 
 

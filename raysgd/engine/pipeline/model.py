@@ -50,7 +50,7 @@ class PipelinedModel(nn.Module):
             that does is used.
 
     Attributes:
-        module: The model with the rank's stages. It may be replaced by a wrapper of it: DDP or FSDP2 over another axis.
+        module: The model with the rank's stages.
         mesh: The pipeline axis.
         split: Which blocks each stage has.
         scale: Returns, for a batch, what its gradients are multiplied by: a loss scale, or its part of an accumulated step.
@@ -79,7 +79,7 @@ class PipelinedModel(nn.Module):
         model.forward = AttachedForward(model.forward, self._run_chunk)
         self._running: Chunk | None = None
         self._loss_scale: float | Tensor | None = None
-        self._runs: dict[Any, tuple[Any, nn.Module]] = {}  # a schedule of torch, and the module that it runs
+        self._runs: dict[Any, Any] = {}  # schedules of torch, by the shapes of batches
         self.module = model
 
     @property
@@ -158,12 +158,12 @@ class PipelinedModel(nn.Module):
         """Return a schedule for batches of one shape, and its number of micro-batches."""
         key = (num_rows, lengths, dtype, is_training)
         run = self._runs.pop(key, None)
-        if run is None or run[1] is not self.module:
+        if run is None:
             while len(self._runs) >= _MAX_RUNS:  # each has buffers for its shapes
                 del self._runs[next(iter(self._runs))]
-            run = self._make_schedule(num_rows, lengths, dtype, is_training), self.module
+            run = self._make_schedule(num_rows, lengths, dtype, is_training)
         self._runs[key] = run  # the newest is the last
-        return run[0], run[0]._n_microbatches
+        return run, run._n_microbatches
 
     def _make_schedule(self, num_rows: int, lengths: tuple[int, int], dtype: torch.dtype, is_training: bool) -> Any:
         # It imports torch's compiler, for which a model without stages would wait too.
