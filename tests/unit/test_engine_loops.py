@@ -286,6 +286,49 @@ def test_sparse_gradients_are_refused_by_name(strategies: dict[str, Any]) -> Non
         raysgd.Engine(**strategies).compose(model=model, optimizer=torch.optim.SparseAdam(model.parameters()))
 
 
+@pytest.mark.parametrize(
+    ("name", "strategies", "is_fused"),
+    [
+        ("SGD", {"zero_stage": 3, "cpu_offload": True}, None),
+        ("Adam", {"zero_stage": 3, "cpu_offload": True}, True),
+        ("SGD", {"fused_optimizer": True}, True),
+    ],
+)
+def test_step_is_fused_where_torch_has_a_kernel_for_the_shards(
+    name: str, strategies: dict[str, Any], is_fused: bool | None
+) -> None:
+    model, engine = Net(), raysgd.Engine(**strategies)
+    optimizer: Any = getattr(torch.optim, name)(model.parameters(), lr=0.05)
+    model, optimizer, *_ = engine.compose(model=model, optimizer=optimizer)
+    before = whole(model.state_dict())
+    step(engine, model, optimizer)
+    assert optimizer.param_groups[0]["fused"] == is_fused
+    assert not any(torch.equal(value, before[name]) for name, value in whole(model.state_dict()).items())
+
+
+@pytest.mark.parametrize(("strategies", "chosen"), [({"fused_optimizer": True}, {}), ({}, {"fused": True})])
+def test_fused_step_that_torch_has_for_whole_parameters_alone_is_refused(
+    strategies: dict[str, Any], chosen: dict[str, Any]
+) -> None:
+    model, engine = Net(), raysgd.Engine(zero_stage=3, **strategies)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **chosen)
+    with pytest.raises(ConfigError, match=r"SGD has no fused step for the shards.*AdamW or Adam"):
+        engine.compose(model=model, optimizer=optimizer)
+
+
+def test_step_that_fails_leaves_nothing_at_the_optimizer() -> None:
+    engine, model, optimizer = composed(precision="fp16", fused_optimizer=True)
+    before = set(vars(optimizer.inner))
+    engine.backward(loss_of(model))
+    rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], "fast"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert set(vars(optimizer.inner)) == before
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.step()
+    assert not torch.equal(model.last.weight, Net().last.weight)
+
+
 def test_sparse_gradients_train_without_a_fused_step() -> None:
     model = nn.Sequential(nn.Embedding(5, 2, sparse=True))
     before, engine = model[0].weight.clone(), raysgd.Engine(fused_optimizer=False)

@@ -485,48 +485,6 @@ def test_steps_of_offloaded_states_are_fused_unless_the_user_chose_otherwise(
     assert update(**strategies) == pytest.approx(update(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "strategies", "is_fused"),
-    [
-        ("SGD", {"zero_stage": 3, "cpu_offload": True}, None),
-        ("Adam", {"zero_stage": 3, "cpu_offload": True}, True),
-        ("SGD", {"fused_optimizer": True}, True),
-    ],
-)
-def test_step_is_fused_where_torch_has_a_kernel_for_the_shards(
-    name: str, strategies: dict[str, Any], is_fused: bool | None
-) -> None:
-    engine, model, optimizer = composed(
-        lambda model: getattr(torch.optim, name)(model.parameters(), lr=0.05), **strategies
-    )
-    before = whole_weights(model)
-    engine.backward(loss_of(model, 0))
-    optimizer.step()
-    assert optimizer.param_groups[0]["fused"] == is_fused
-    assert whole_weights(model) != before
-
-
-@pytest.mark.parametrize(("strategies", "chosen"), [({"fused_optimizer": True}, {}), ({}, {"fused": True})])
-def test_fused_step_that_torch_has_for_whole_parameters_alone_is_refused(
-    strategies: dict[str, Any], chosen: dict[str, Any]
-) -> None:
-    with pytest.raises(ConfigError, match=r"SGD has no fused step for the shards.*AdamW or Adam"):
-        composed(lambda model: torch.optim.SGD(model.parameters(), lr=0.05, **chosen), zero_stage=3, **strategies)
-
-
-def test_step_that_fails_leaves_nothing_at_the_optimizer() -> None:
-    engine, model, optimizer = composed(precision="fp16", fused_optimizer=True)
-    before = set(vars(optimizer.inner))
-    engine.backward(loss_of(model, 0))
-    rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], "fast"
-    with pytest.raises(TypeError):
-        optimizer.step()
-    assert set(vars(optimizer.inner)) == before
-    optimizer.param_groups[0]["lr"] = rate
-    optimizer.step()
-    assert weights(model) != weights(make_model())
-
-
 def test_zero_3_step_makes_no_more_operations_than_fsdp_by_hand() -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
