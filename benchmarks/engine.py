@@ -71,7 +71,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = PARTS[name](Path(folder), args.quick, *([args.cases] if args.cases else []))
         if args.cases:
-            found["cases"] = {**parts[name]["cases"], **found["cases"]}
+            kept = {key: {"measured": parts[name]["measured"], **case} for key, case in parts[name]["cases"].items()}
+            found["cases"] = {**kept, **found["cases"]}
         parts[name] = {"measured": date.today().isoformat(), "load": load, **found}
         machine = describe_machine(("transformers", "accelerate", "lightning_fabric", "pytorch-lightning"))
         file.write_text(json.dumps({"machine": machine, "parts": parts}, indent=1) + "\n", encoding="utf-8")
@@ -262,6 +263,11 @@ def _render_steps(part: dict[str, Any]) -> list[str]:
         "",
         make_table(["", *LOOPS.values(), "spread", "target"], rows),
         "",
+        *(
+            f"- {CASES[key]}: measured on {case['measured']}."
+            for key, case in part["cases"].items()
+            if "measured" in case
+        ),
         *(f"- {note}." for note in notes),
         *([""] if notes else []),
     ]
