@@ -250,7 +250,7 @@ def test_own_plan_is_not_combined_with_sequence_parallel() -> None:
 @pytest.mark.parametrize(
     "plan",
     [{"layers.*.linear1": ColwiseParallel(), "l*.1.linear[2]": RowwiseParallel()}, lambda model, mesh: None],
-    ids=str,
+    ids=["styles", "function"],
 )
 def test_own_plan_of_layers_that_exist_is_allowed(plan: Any) -> None:
     check_own_plan(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2), plan)
