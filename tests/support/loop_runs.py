@@ -340,6 +340,11 @@ class Run:
     def is_overflowing(self) -> bool:
         return self.does("overflow") and self.number == self.boundary
 
+    @property
+    def has_overflown(self) -> bool:
+        """Whether a batch of this step has overflown: the boundary is the first batch of one."""
+        return self.does("overflow") and self.boundary <= self.number < self.boundary + self.loop.accumulation
+
     def evaluate(self) -> None:
         self.model.eval()
         with torch.no_grad():
@@ -398,7 +403,7 @@ def train_plainly(loop: Loop) -> Outcome:
         run.outcome.losses.append((number, losses))
         if run.ends_step:
             run.act("gradients")
-            if not run.is_overflowing:
+            if not run.has_overflown:
                 optimizer.step()
                 if run.schedule is not None and run.schedule.every == "step":
                     schedule_step(run, scheduler, sum(losses) / copies)
