@@ -31,6 +31,9 @@ class FakeGroup:
 class Work:
     """A reference to it can be weak, as to those of torch."""
 
+    def is_completed(self) -> bool:
+        return False
+
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
