@@ -64,7 +64,7 @@ def list_own_groups() -> list[tuple[Any, dict[int, int]]]:
     from torch.distributed import GroupMember, distributed_c10d
 
     # torch lists one more in a process that is not in all groups: a number, in the place of those.
-    groups = list(distributed_c10d._world.pg_group_ranks.items())
+    groups: list[tuple[Any, dict[int, int]]] = list(distributed_c10d._world.pg_group_ranks.items())
     return [(group, ranks) for group, ranks in groups if group is not GroupMember.NON_GROUP_MEMBER]
 
 

@@ -186,7 +186,7 @@ class Engine:
 
     def begin_batch(self, num_rows: int) -> None:
         """Set how many rows of the next batch count, which weigh its gradients; for loops with loaders of their own."""
-        self._running().on_batch(num_rows)
+        self._running().begin_batch(num_rows)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of a complete step, which are those of its mean loss; call it before they are clipped."""
@@ -253,7 +253,10 @@ class Engine:
             raise UsageError(
                 f"engine.save_checkpoint({taken[0]}=...): the engine saves its own {taken[0]}; use another name."
             )
-        state, is_sharded = self._state().save(), self._running().composed.data_parallel.is_sharded
+        step = self._running()
+        state, is_sharded = self._state().save(), step.composed.data_parallel.is_sharded
+        if (unfinished := step.save()) is not None:
+            state["engine"]["step"] = unfinished
         if api.world_size() > 1 and (is_sharded or self.config.workers_per_replica > 1):
             state = spread(state, self.mesh)
             if not merged:
@@ -275,6 +278,7 @@ class Engine:
         if state is None:
             return None
         own.load(state)
+        self._running().load(state["engine"].get("step"))
         return {name: value for name, value in state.items() if name not in SAVED_NAMES}
 
     def _running(self) -> Step:
