@@ -66,6 +66,8 @@ class GroupSession(LocalSession):
         dist.barrier()
 
     def load_checkpoint(self, path: Any, *, allow_pickle: bool) -> Any:
+        if path is not None:
+            return super().load_checkpoint(path, allow_pickle=allow_pickle)
         if not (manifests := self._group_store.list()):
             return None
         newest = manifests[-1]
