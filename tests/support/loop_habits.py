@@ -47,7 +47,7 @@ class Habit:
     Attributes:
         text: What the guide calls it.
         kind: Of habits of one kind a loop has one.
-        refused: Marks of strategies that may refuse it by a sentence; see `support.loop_runs.STRATEGIES`.
+        refused: Marks of strategies that refuse it by a sentence; see `support.loop_runs.STRATEGIES`.
         without: Marks of strategies, and names and kinds of habits, with which it is not drawn.
         only: Marks of strategies with which it is drawn; empty: with all.
         net: Options of the model.
@@ -461,7 +461,6 @@ SCHEDULES: dict[str, Schedule] = {
     ),
 }
 
-_EXPENSIVE = ("pipeline",)  # whose ranks have some layers alone
 #: By name. The guide has the texts and where they are refused.
 HABITS: dict[str, Habit] = {
     "one ahead": Habit("read one batch ahead of the one that is trained on", "reads", reads=one_ahead),
@@ -516,7 +515,7 @@ HABITS: dict[str, Habit] = {
     "zero_grad of the model": Habit("`model.zero_grad()`", "zero_grad"),
     "zeros": Habit("`zero_grad(set_to_none=False)`", "zero_grad"),
     "kept gradients": Habit("keep gradients over a step, without `zero_grad`", "zero_grad"),
-    "closure": Habit("`optimizer.step(closure)`", "closure", refused=("",)),
+    "closure": Habit("`optimizer.step(closure)`", "closure", refused=("all",)),
     "clamp": Habit("`parameter.clamp_(low, high)` between steps", "weights", after=clamp_weights),
     "clamp data": Habit("`parameter.data.clamp_(low, high)`", "weights", after=clamp_data),
     "replace data": Habit("`parameter.data = tensor`", "weights", after=replace_data, refused=("ZeRO 3",)),
@@ -567,9 +566,9 @@ HABITS: dict[str, Habit] = {
     ),
     "evaluate a part": Habit("call a submodule, for an evaluation", "evaluate", after=evaluate_part),
     "read weights": Habit("read weights, as for a log", "read weights", after=read_weights),
-    "save": Habit("save after any batch", "save", after=save, refused=("accumulated",)),
+    "save": Habit("save after any batch", "save", after=save),
     "save at a step": Habit("save after a step", "save", after=save_at_steps),
-    "resume": Habit("resume after any batch", "resume", refused=("accumulated",)),
+    "resume": Habit("resume after any batch", "resume"),
     "resume at a step": Habit("resume after a step", "resume"),
     "resume on one rank": Habit("resume after a step, on one rank", "resume", net=("other ranks",), without=("divided",)),
     "resume on two ranks": Habit(
@@ -587,7 +586,7 @@ HABITS: dict[str, Habit] = {
         "add a layer, and its group to the optimizer",
         "layers",
         before=add_layer,
-        refused=("",),
+        refused=("all",),
         without=("resume", "averages", "weights", "OneCycleLR", "CyclicLR"),
     ),
     "second optimizer": Habit(
@@ -595,7 +594,7 @@ HABITS: dict[str, Habit] = {
         "layers",
         before=add_layer_with_optimizer,
         after=step_second,
-        refused=("",),
+        refused=("all",),
         without=("resume", "averages", "weights", "clip"),
     ),
     "add group": Habit(
@@ -604,7 +603,7 @@ HABITS: dict[str, Habit] = {
         begin=hold_last,
         optimizer=without_last,
         before=add_group,
-        refused=("",),
+        refused=("all",),
         without=("groups", "averages", "resume", "OneCycleLR", "CyclicLR"),
     ),
     "several groups": Habit(

@@ -11,7 +11,7 @@ import random
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,12 +30,15 @@ from raysgd.errors import RaySGDError
 from raysgd.torch.model import unwrap
 from support.group_sessions import group_session
 from support.loop_habits import HABITS, Habit
+from support.torch_ranks import RankGroup
 
 RANKS = 2
 #: The largest difference of a number of 1 or so that rounding explains. Sums of two ranks are rounded in another order: a few
 #: units of 1.2e-7 in each of up to 14 steps. Numbers of bf16 have 8 bits, those of fp16 11.
 TOLERANCES = {"fp32": 3e-5, "bf16": 3e-2, "fp16": 5e-3, "bf16-true": 4e-2}
 TOO_LARGE = 1e20  # for a gradient in fp16
+TOGETHER = 10  # loops of one call
+TIMEOUT_S = 60  # of such a call, which takes a few seconds
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,14 @@ class Loop:
         habits: Names of `loop_habits.HABITS`.
         accumulation: Batches per step.
         seed: Of sizes, weights, data, the optimizer, and when things happen.
+        has_settings: Whether the engine gets the fields of its config that the habits need.
     """
 
     strategy: str
     habits: tuple[str, ...]
     accumulation: int
     seed: int
+    has_settings: bool = True
 
     @property
     def chosen(self) -> list[Habit]:
@@ -104,7 +109,9 @@ class Loop:
     def fields(self) -> dict[str, Any]:
         """Fields of the engine's config."""
         strategy = STRATEGIES[self.strategy]
-        found = {**strategy.fields, **dict(pair for each in self.chosen for pair in each.strategies)}
+        found = dict(strategy.fields)
+        if self.has_settings:
+            found |= dict(pair for each in self.chosen for pair in each.strategies)
         if self.accumulation > 1 and not strategy.is_accelerated:
             found["accumulation_steps"] = self.accumulation
         return found
@@ -114,11 +121,15 @@ class Loop:
         return TOLERANCES[self.fields.get("precision", "fp32")]
 
     @property
-    def may_be_refused(self) -> bool:
-        return any("" in each.refused or self.marks & set(each.refused) for each in self.chosen)
+    def is_refused(self) -> bool:
+        return any("all" in each.refused or self.marks & set(each.refused) for each in self.chosen)
 
-    def without(self, habit: str) -> Loop:
-        return replace(self, habits=tuple(each for each in self.habits if each != habit))
+    def smaller(self) -> Iterator[Loop]:
+        """Return loops with less of what this one has."""
+        for habit in self.habits:
+            yield replace(self, habits=tuple(each for each in self.habits if each != habit))
+        if self.accumulation > 1:
+            yield replace(self, accumulation=1)
 
 
 def fits(loop: Loop) -> bool:
@@ -130,13 +141,14 @@ def fits(loop: Loop) -> bool:
     )
 
 
-def draw(seed: int) -> Loop:
-    """Draw a loop."""
+def draw(seed: int, *, without: Container[str] = ()) -> Loop:
+    """Draw a loop, without some habits."""
+    names = [name for name in HABITS if name not in without]
     numbers = random.Random(seed)
     loop = Loop(numbers.choice(list(STRATEGIES)), (), numbers.choice([1, 2, 3]), seed)
     wanted = numbers.choice([1, 2, 3, 3, 4])
     while len(loop.habits) < wanted:
-        more = replace(loop, habits=(*loop.habits, numbers.choice(list(HABITS))))
+        more = replace(loop, habits=(*loop.habits, numbers.choice(names)))
         loop = more if fits(more) else loop
     return loop
 
@@ -654,6 +666,56 @@ def verdict(loop: Loop, of_ranks: list[tuple[Outcome, Outcome, float]]) -> str |
     refused = [own.error for own in errors if own.is_refused]
     if errors and not refused:
         return f"ended without a sentence: {errors[0].error}"
-    if refused and not loop.may_be_refused:
+    if refused and not loop.is_refused:
         return f"refused: {refused[0]}"
+    if loop.is_refused and not refused:
+        return "is right, and the guide says that it is refused"
     return None
+
+
+class Judge:
+    """Compares loops in the processes of two ranks, and starts these again when a loop has ended them; a context manager."""
+
+    def __enter__(self) -> Judge:
+        self._group = RankGroup(RANKS, timeout_s=TIMEOUT_S)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._group.__exit__()
+
+    def find_wrong(self, loops: list[Loop]) -> list[str]:
+        """Return how loops are wrong, each with the fewest habits that are."""
+        found = []
+        for first in range(0, len(loops), TOGETHER):
+            together = loops[first : first + TOGETHER]
+            texts = self._verdicts(together)
+            for loop, text in zip(together, texts, strict=True):
+                if text is not None:
+                    smallest, of_smallest = self._shrink(loop, text)
+                    found.append(f"{smallest}: {of_smallest} [drawn: {loop}]")
+        return found
+
+    def _verdicts(self, loops: list[Loop]) -> list[str | None]:
+        try:
+            of_ranks = self._group.run(compare, loops)
+        except AssertionError as error:  # a rank has died, or waits for another one
+            self._group.__exit__()
+            self._group = RankGroup(RANKS, timeout_s=TIMEOUT_S)
+            if len(loops) == 1:
+                return [f"the processes do not answer: {str(error)[-1000:]}"]
+            return [text for loop in loops for text in self._verdicts([loop])]
+        return [verdict(loop, list(outcomes)) for loop, *outcomes in zip(loops, *of_ranks, strict=True)]
+
+    def _shrink(self, loop: Loop, text: str) -> tuple[Loop, str]:
+        for smaller in filter(fits, loop.smaller()):
+            (found,) = self._verdicts([smaller])
+            if found is not None:
+                return self._shrink(smaller, found)
+        return loop, text
+
+
+def table() -> str:
+    """Return the table of the guide: what a loop may do, and with which strategies that is refused."""
+    rows = [["the loop may", "refused with"], ["---", "---"]]
+    rows += [[each.text, ", ".join(each.refused) or "-"] for each in HABITS.values()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
