@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import importlib
 import importlib.util
+import math
 import sys
 import tokenize
 import types
@@ -159,12 +160,20 @@ class Importer:
             raise ComponentError(f"{value[VALUE_KEY]!r} cannot be made {kind}: {error}.") from None
 
 
+#: Texts that are values in YAML, and not in Python.
+_OF_YAML = {
+    "true": True, "false": False, "null": None,
+    ".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan,
+}  # fmt: skip
+
+
 def guess(text: str) -> Any:
     """Return the Python literal that a text is, or the text."""
     try:
-        return ast.literal_eval(text)
+        value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return {"true": True, "false": False, "null": None}.get(text, text)
+        return _OF_YAML.get(text.lower(), text)
+    return text if value is ... else value
 
 
 # -- names that do not exist -----------------------------------------------------------------------------------------------
