@@ -221,6 +221,13 @@ class Tree:
         if name in using:
             cycle = " -> ".join((*using[using.index(name) :], name))
             raise ConfigError(f"{self.place_of(path)}: the references form a cycle: {cycle}.")
+        space = _entry(self.values.get("search"), "space") if path[0] != "search" else None
+        searched = space if isinstance(space, Mapping) else ()
+        if any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in searched):
+            raise ConfigError(
+                f"{self.place_of(path)}: {reference[0]} refers to {name}, which search.space changes: the trials would get the "
+                f"value of the file. Give {'.'.join(path)} in search.space, too."
+            )
         inside: Any = self.values
         parts, at = tuple(name.split(".")), _Path()
         while parts:

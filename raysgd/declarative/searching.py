@@ -80,6 +80,7 @@ def check_search(args: TrainerArgs) -> SearchConfig:
         _check_space(name, value)
         tried = next(iter(value.values())) if isinstance(value, Mapping) else value
         for each in tried if isinstance(tried, list) else ():
+            _refuse_inner_space(name, each)
             try:
                 check_classes(base, merge(base, {name: each}), [tuple(one.split(".")) for one in settings.space])
             except FieldError as error:
@@ -176,6 +177,19 @@ def _check_space(name: str, value: Any) -> None:
             ("search", "space", name),
             f"{kind!r} is not a space{nearest(kind, SPACES)}; give a list, or one of {SPACES}.",
         )
+
+
+def _refuse_inner_space(name: str, value: Any) -> None:
+    """Refuse a function of ``ray.tune`` inside of a value that is tried; the component would get its name."""
+    inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
+    if isinstance(value, Mapping) and len(inner) == 1 and isinstance(inner[0], list) and {*value} <= {*SPACES}:
+        raise FieldError(
+            ("search", "space", name),
+            f"{value!r} is inside of a value that is tried, and only a whole field has a space: give it by the field's "
+            "name, such as model.args.width: {randint: [1, 4]}.",
+        )
+    for each in inner:
+        _refuse_inner_space(name, each)
 
 
 def _check_field(name: str, base: Mapping[str, Any]) -> None:

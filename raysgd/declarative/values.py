@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 import tokenize
@@ -110,7 +111,11 @@ class Importer:
             ComponentError: It does not exist, or does not take these arguments.
         """
         made = self.load(name)
-        resolved = {key: self.resolve(value) for key, value in given.items()} | objects
+        texts = _text_arguments(made)
+        resolved = {
+            key: value if key in texts and isinstance(value, str) else self.resolve(value)
+            for key, value in given.items()
+        } | objects
         if not callable(made):
             raise ComponentError(f"{name} is not callable; give the full name of a class or function.")
         try:
@@ -158,6 +163,15 @@ class Importer:
             return convert(value[VALUE_KEY])
         except (TypeError, ValueError) as error:
             raise ComponentError(f"{value[VALUE_KEY]!r} cannot be made {kind}: {error}.") from None
+
+
+def _text_arguments(made: Any) -> set[str]:
+    """Return the arguments of a class or function that are annotated as texts."""
+    try:
+        parameters = inspect.signature(made).parameters.values()
+    except (TypeError, ValueError):
+        return set()
+    return {each.name for each in parameters if each.annotation in (str, "str")}
 
 
 #: Texts that are values in YAML, and not in Python.

@@ -287,3 +287,30 @@ def test_a_path_with_a_variable_that_is_not_resolved_is_refused(name: str) -> No
         ConfigError, match=rf"{name}: .*='/data/\$USER/runs' has \$USER, .* write \$\{{USER\}} in a file"
     ):
         args_of(merge(SMALL, {name: "/data/$USER/runs"}))
+
+
+def test_a_reference_to_a_field_that_a_search_changes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    values = {**with_model({"peak": "$(optimizer.args.lr)"}), "search": {"space": {"optimizer.args.lr": [0.1, 0.2]}}}
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(
+        ConfigError, match=r"model.args.peak: .* refers to optimizer.args.lr, which search.space changes"
+    ):
+        load_args(path)
+
+
+def test_a_space_inside_of_a_value_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    model = {"type": "my.Model", "args": {"width": {"randint": [1, 4]}}}
+    path.write_text(yaml.safe_dump({**SMALL, "search": {"space": {"model": {"choice": [model]}}}}))
+    with pytest.raises(ConfigError, match=r"search.space.model: .*'randint'.* only a whole field has a space"):
+        load_args(path)
+
+
+def annotated(version: str, size: int = 0, other: object = None) -> tuple[str, int, object]:
+    return version, size, other
+
+
+def test_an_argument_that_is_annotated_as_a_text_stays_one() -> None:
+    given = {"version": "2", "size": "3", "other": "4"}
+    assert Importer().build(f"{__name__}.annotated", given) == ("2", 3, 4)
