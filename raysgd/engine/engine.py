@@ -253,6 +253,7 @@ class Engine:
             raise UsageError(
                 f"engine.save_checkpoint({taken[0]}=...): the engine saves its own {taken[0]}; use another name."
             )
+        self._running().share_buffers()  # each rank saves its part of them
         state, is_sharded = self._state().save(), self._running().composed.data_parallel.is_sharded
         if api.world_size() > 1 and (is_sharded or self.config.workers_per_replica > 1):
             state = spread(state, self.mesh)
