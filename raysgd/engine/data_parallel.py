@@ -21,7 +21,7 @@ from raysgd.engine.config import EngineConfig
 from raysgd.engine.optimizer_shards import DividedShards, OptimizerShards, average_gradients, in_buckets
 from raysgd.errors import UsageError
 from raysgd.session import api
-from raysgd.torch.model import DistributedModel, broadcast_from_rank_0, prepare_model, unwrap
+from raysgd.torch.model import DistributedModel, broadcast_buffers, broadcast_from_rank_0, prepare_model, unwrap
 
 #: Returns the mesh of all workers.
 Mesh = Callable[[], DeviceMesh]
@@ -100,6 +100,11 @@ class DataParallel:
     def resume_gradients(self) -> None:
         """Continue a step whose gradients, as `share_gradients` made them, were restored."""
 
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give all replicas the buffers of the first one, which are those that are evaluated and saved. All ranks call it."""
+        if api.world_size() > (size := self._config.workers_per_replica):
+            broadcast_buffers(model, self._mesh().get_group("dp") if size > 1 else None)
+
     def check_gradients(self) -> None:
         """Check that the gradients of a complete step are those of all ranks.
 
@@ -132,6 +137,7 @@ class DdpReplicas(DataParallel):
         wrapped = prepare_model(model, move_to_device=False, ddp_kwargs=settings)
         if not isinstance(wrapped, DistributedModel):
             return super().wrap(model)
+        wrapped.broadcast_buffers = False  # see `share_buffers`
         self._model, self._parameters = wrapped, list(model.parameters())
         self._averaged = self._trained()
         self._note([""], "DDP")

@@ -258,6 +258,7 @@ class Engine:
                 f"engine.save_checkpoint({taken[0]}=...): the engine saves its own {taken[0]}; use another name."
             )
         step = self._running()
+        step.share_buffers()  # each rank saves its part of them
         state, is_sharded = self._state().save(), step.composed.data_parallel.is_sharded
         if (unfinished := step.save()) is not None:
             state["engine"]["step"] = unfinished

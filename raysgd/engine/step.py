@@ -214,6 +214,8 @@ class Step:
         self._data_parallel.check_gradients()
         self._finish()
         self._data_parallel.shards.show_gradients()
+        if self._optimizer is None:  # else until the optimizer's step, since more backward passes may need them
+            self.share_buffers()
 
     def _begin_forward(self, module: nn.Module, *inputs: Any) -> None:
         if not torch.is_grad_enabled():
@@ -411,6 +413,11 @@ class Step:
         self._batches.end_step()
         # If the loop keeps the gradients, those of the next pass are added.
         self._weight, self._divided_by, self._num_pipelined = 0.0, self._loss_scale.scale, 0
+        self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Give all replicas the buffers of the first one. All ranks call it."""
+        self._data_parallel.share_buffers(unwrap(self.composed.model))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, unless they belong to a step that is not complete yet."""
