@@ -47,6 +47,7 @@ class FullySharded(DataParallel):
             fully_shard(module, **settings)
             module.__deepcopy__ = AttachedHook(_refuse_copy)  # type: ignore[assignment]
         _check_averages()
+        self._groups = list(_groups(model))
         if replicas.size() > 1:
             self._use = ParameterUse(model, replicas.get_group(), is_free=is_free)
         if trained := [each for each in model.parameters() if each in scalars and each.requires_grad]:
@@ -70,6 +71,9 @@ class FullySharded(DataParallel):
 
     def begin_pass(self, accumulation: Accumulation) -> None:
         super().begin_pass(accumulation)
+        for group in self._groups:
+            if group._orig_dtype is None:  # all of it was frozen in the first pass, and may be trained now
+                group._init_mp_dtypes()
         if self._use is not None:
             self._use.begin_pass(is_first=accumulation.is_first_pass)
 

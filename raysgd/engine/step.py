@@ -6,6 +6,7 @@ optimizer uses them. Those of an unfinished one are hidden.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
 
 from raysgd._util.text import with_article
 from raysgd.checkpoint.codecs.torch import is_dtensor
@@ -90,6 +93,8 @@ class Step:
         self._parameters = dict(unwrap(composed.model).named_parameters())
         # Hooks of now are the engine's; the loop's are those that come later.
         self._num_hooks = [_count_hooks(each) for each in self._parameters.values()]
+        # How many parameters other optimizers had when they were checked.
+        self._other_optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     def attach(self) -> None:
         """Follow the passes of the model and what is loaded into it."""
@@ -100,12 +105,13 @@ class Step:
         )  # type: ignore[no-untyped-call]
         if pipeline is None:
             model.register_forward_pre_hook(AttachedHook(self._begin_forward), with_kwargs=True)
-            model.register_forward_hook(AttachedHook(lambda module, args, outputs: self._batches.mark(outputs)))
+            model.register_forward_hook(AttachedHook(lambda module, args, outputs: self._end_forward(outputs)))
         else:
             self.model = model = pipeline
             pipeline.scale = self._begin_pipeline
         if self._optimizer is not None:
             model.zero_grad = AttachedForward(model.zero_grad, self.zero_grad)  # type: ignore[method-assign]
+            _check_optimizers()
         _steps.add(self)
 
     # -- batches ------------------------------------------------------------------------------------------------------
@@ -224,6 +230,19 @@ class Step:
         if module.training:
             self._accumulation.on_forward()
             self._data_parallel.begin_forward(will_complete=will_complete)
+
+    def _end_forward(self, outputs: Any) -> None:
+        self._batches.mark(outputs)
+        if self._config.tensor_parallel > 1 or self._data_parallel.gathers_parameters:
+            for each in differentiable(outputs):
+                each.register_hook(self._check_order)  # type: ignore[no-untyped-call]
+
+    def _check_order(self, gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # also the gradients have a graph
+            raise UsageError(
+                "gradients of gradients (create_graph=True, as for a gradient penalty) cannot be computed with zero_stage=3 or "
+                "tensor_parallel, whose layers communicate in the backward pass: give zero_stage=0, 1 or 2 alone."
+            )
 
     def _begin_backward(self, loss: torch.Tensor | None) -> None:
         """Find the batch of a backward pass.
@@ -536,6 +555,26 @@ class Step:
                 "engine.backward(loss, weight=number), or give the loader to compose(train_dataloader=...)."
             )
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Check that no other optimizer updates parameters of the model, of which it may find this rank's gradients alone.
+
+        Raises:
+            UsageError: It does.
+        """
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if optimizer is self._optimizer or self._other_optimizers.get(optimizer) == size:
+            return
+        updated = {id(each) for each in self._gradients.updated()}
+        strange = {id(each) for group in optimizer.param_groups for each in group["params"]} - updated
+        for name, each in unwrap(self.composed.model).named_parameters():
+            if id(each) in strange:
+                raise UsageError(
+                    f"another optimizer, {with_article(type(optimizer).__name__)}, updates {name} of the model, whose gradient "
+                    "is not that of all ranks and of the whole step: compose the model with all its layers, and one optimizer "
+                    "with a group for each set of parameters; layers that are trained later can be frozen until then."
+                )
+        self._other_optimizers[optimizer] = size
+
     def _check_clear(self) -> None:
         """Check that it is known where batches begin, if it matters."""
         is_fixed = self.is_complete and not self._config.weighted_gradients
@@ -566,6 +605,24 @@ class Step:
                     "a parameter has a hook, which would not find its gradient: with several workers, zero_stage=3 or fp16 it is "
                     "complete after the backward pass. Change parameter.grad before optimizer.step() in place of the hook."
                 )
+
+
+@functools.cache
+def _check_optimizers() -> None:
+    """Let each step of an optimizer be checked against the models of this process."""
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for each in list(_steps):
+            each.check_optimizer(optimizer)
+
+    register_optimizer_step_pre_hook(check)
+
+
+def differentiable(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a tree through which a backward pass can go."""
+    if not torch.is_grad_enabled():
+        return []
+    return [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor) and each.requires_grad]
 
 
 def _readers(dataset: Any) -> list[Step]:

@@ -381,14 +381,14 @@ def unfreeze(run: Run) -> None:
 def add_layer(run: Run) -> None:
     if run.number == run.boundary:
         torch.manual_seed(5)
-        run.inner.extra = nn.Linear(run.inner.width, run.inner.width)
+        run.inner.extra = nn.Linear(run.inner.width, run.inner.width, dtype=run.inner.last.weight.dtype)
         run.optimizer.add_param_group({"params": list(run.inner.extra.parameters())})
 
 
 def add_layer_with_optimizer(run: Run) -> None:
     if run.number == run.boundary:
         torch.manual_seed(5)
-        run.inner.extra = nn.Linear(run.inner.width, run.inner.width)
+        run.inner.extra = nn.Linear(run.inner.width, run.inner.width, dtype=run.inner.last.weight.dtype)
         run.notes["second"] = torch.optim.SGD(run.inner.extra.parameters(), lr=0.1)
 
 
@@ -509,7 +509,8 @@ HABITS: dict[str, Habit] = {
         "a penalty of gradients: `torch.autograd.grad(..., create_graph=True)`",
         "losses",
         losses=penalize_gradients,
-        refused=("ZeRO 3",),
+        refused=("ZeRO 3", "tensor"),
+        without=("other ranks",),
     ),
     "zero_grad first": Habit("`zero_grad` before the forward pass", "zero_grad"),
     "zero_grad of the model": Habit("`model.zero_grad()`", "zero_grad"),
