@@ -73,7 +73,7 @@ def take_snapshot(
         _fill(buffer.view, header, [leaf for _, leaf in placed], tree)
         write_footer(buffer.view, num_tensor_bytes, len(tree))
         unsharded = None
-        if shards is not None and (shards.table or shards.world_size == 1):  # one rank saves for all, also without shards
+        if shards is not None and shards.table:
             unsharded = _unsharded_ranges(placed, shards.names, len(header))
             unsharded.append((num_tensor_bytes, num_tensor_bytes + num_state_bytes))
         return Snapshot(pool, buffer, unsharded)
@@ -111,7 +111,7 @@ class Snapshot:
         return self._buffer.view
 
     def unsharded_digest(self) -> str | None:
-        """Return a digest of everything except array shards, by which ranks are compared; None if several ranks saved none."""
+        """Return a digest of everything except array shards, by which ranks are compared; None without shards."""
         if self._unsharded is None:
             return None
         payload = self.payload()

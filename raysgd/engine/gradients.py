@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.local_tensors import local_of
@@ -21,7 +20,8 @@ class Gradients:
     """The gradients of what an optimizer updates.
 
     Args:
-        optimizer: The user's; None: there are none.
+        parameters: Returns the model's, as they are now.
+        shards: What the optimizer updates in place of parameters.
         mesh: Returns the mesh of all workers.
         is_sharded: Whether data-parallel ranks may hold shards of gradients.
         counted_elsewhere: Ids of tensors whose gradients another rank counts in the norm.
@@ -29,21 +29,21 @@ class Gradients:
 
     def __init__(
         self,
-        optimizer: Optimizer | None,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        shards: Mapping[torch.Tensor, torch.Tensor],
         mesh: Callable[[], DeviceMesh],
         *,
         is_sharded: bool,
         counted_elsewhere: Collection[int],
     ) -> None:
-        self._optimizer, self._mesh = optimizer, mesh
+        self._parameters, self._shards, self._mesh = parameters, shards, mesh
         self._is_sharded, self._counted_elsewhere = is_sharded, counted_elsewhere
         self._known_norm: torch.Tensor | None = None  # of gradients that the loop has not changed since, by `_versions`
         self._versions: list[tuple[int, int]] = []
 
     def updated(self) -> list[torch.Tensor]:
-        """Return what the optimizer updates."""
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        return [each for group in groups for each in group["params"]]
+        """Return what is updated: the model's parameters, or what is in their place."""
+        return [self._shards.get(each, each) for each in self._parameters()]
 
     def found(self) -> list[torch.Tensor]:
         """Return the gradients that there are."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -26,7 +28,8 @@ _OF_DTENSORS = ("DTensor", "placement", "harding")
 class EngineOptimizer(Optimizer):
     """An optimizer whose ``step`` and ``zero_grad`` do nothing until the gradients of a step are complete.
 
-    ``param_groups``, ``state`` and ``state_dict`` are those of the optimizer inside.
+    ``param_groups``, ``state`` and ``state_dict`` are those of the optimizer inside, and have the model's parameters. While one
+    of its methods runs, it finds what the engine made of these. All ranks call such a method.
 
     Args:
         inner: The user's optimizer, which updates what the engine made of its parameters.
@@ -41,12 +44,20 @@ class EngineOptimizer(Optimizer):
         self._opt_called = True
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -55,7 +66,10 @@ class EngineOptimizer(Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
             raise AttributeError(name)
-        return getattr(self.inner, name)
+        found = getattr(self.inner, name)
+        # Such as ``eval`` of an optimizer that exchanges weights for an evaluation.
+        is_own = isinstance(found, MethodType) and not name.startswith("_")
+        return functools.partial(self._call, found) if is_own else found
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self.inner,)  # a copy or a pickle is the optimizer inside
@@ -87,16 +101,30 @@ class EngineOptimizer(Optimizer):
         self._step.finish()
 
     def _update(self) -> None:
+        hooks = self.inner._optimizer_step_pre_hooks, self.inner._optimizer_step_post_hooks
+        for hook in hooks[0].values():
+            hook(self, (), {})
+        # Hooks find the parameters, as the loop does.
+        self.inner._optimizer_step_pre_hooks, self.inner._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         try:
-            self.inner.step()
-        except (RuntimeError, NotImplementedError) as error:
-            if not any(is_dtensor(each) for group in self.param_groups for each in group["params"]):
-                raise
-            if not any(word in str(error) for word in _OF_DTENSORS):
-                raise
-            raise refuse_optimizer(self.inner) from error
+            self._call(self.inner.step)
         finally:
+            self.inner._optimizer_step_pre_hooks, self.inner._optimizer_step_post_hooks = hooks
             vars(self.inner).pop("found_inf", None)  # of this step; also if it has failed
+        for hook in hooks[1].values():
+            hook(self, (), {})
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the optimizer, which finds its shards and may change them and their gradients."""
+        with self._step.in_place(self.inner):
+            has_shards = any(is_dtensor(each) for group in self.param_groups for each in group["params"])
+            try:
+                return method(*args, **kwargs)
+            except (RuntimeError, NotImplementedError, AssertionError) as error:
+                is_of_torch = isinstance(error, AssertionError) and not error.args  # torch has some without a text
+                if not has_shards or not (is_of_torch or any(word in str(error) for word in _OF_DTENSORS)):
+                    raise
+                raise refuse_optimizer(self.inner) from error
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, unless they belong to a step that is not complete yet."""
@@ -107,10 +135,21 @@ class EngineOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned on any number of ranks, also as `raysgd.load_checkpoint` has it."""
-        self.inner.load_state_dict(place_optimizer_state(state_dict, self.inner, "state['optimizer']"))
+        with self._step.in_place(self.inner):
+            self.inner.load_state_dict(place_optimizer_state(state_dict, self.inner, "state['optimizer']"))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise UsageError("add_param_group after engine.compose: the engine has placed all parameters; add it before.")
+        """Let the optimizer update more parameters of the model, such as layers that were frozen.
+
+        Raises:
+            UsageError: Each rank has one stage of a pipeline, so that it does not know the parameters of the others.
+        """
+        if self._step.composed.pipeline is not None:
+            raise UsageError(
+                "add_param_group after engine.compose cannot be used with pipeline_parallel, where each rank has the parameters "
+                "of its stage alone: add the group before, and freeze its parameters until they shall be trained."
+            )
+        self.inner.add_param_group(param_group)
 
 
 def follow_steps(scheduler: Any, steps: Step) -> Any:

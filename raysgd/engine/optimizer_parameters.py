@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from raysgd.engine.optimizer_shards import OptimizerShards
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.torch.restoring import place_like
 
@@ -17,43 +19,48 @@ _OF_KERNELS = ("fused", "foreach", "capturable")
 
 
 class OptimizerNumbers:
-    """The numbers of an optimizer's parameters before the engine replaced any, as ``state_dict`` counts them.
+    """The numbers of an optimizer's parameters, as ``state_dict`` counts them; also of those that other ranks update.
 
     Args:
         optimizer: The user's, as it was given.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.groups: list[list[int]] = []
-        self.of: dict[torch.Tensor, int] = {}
-        for group in optimizer.param_groups:
-            first = len(self.of)
-            self.of |= {parameter: first + place for place, parameter in enumerate(group["params"])}
-            self.groups.append(list(range(first, len(self.of))))
+        self._groups: list[list[Any]] = [group["params"] for group in optimizer.param_groups]
+        self._has_all = True
 
     def replace(self, replaced: Mapping[Any, torch.Tensor]) -> None:
-        """Follow a replacement of parameters."""
-        self.of |= {new: self.of[old] for old, new in replaced.items() if old in self.of}
+        """Follow a replacement of all parameters that this rank has; the others are of other stages of a pipeline."""
+        self._has_all = all(each in replaced for group in self._groups for each in group)
+        self._groups = [[replaced.get(each, each) for each in group] for group in self._groups]
+
+    def _numbers(self, optimizer: Optimizer) -> tuple[dict[Any, int], list[list[int]]]:
+        """Return the number of each parameter, and those of each group."""
+        groups = [group["params"] for group in optimizer.param_groups] if self._has_all else self._groups
+        of = {parameter: number for number, parameter in enumerate(itertools.chain(*groups))}
+        return of, [[of[each] for each in group] for group in groups]
 
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state under these numbers: of its own parameters, and the settings of all groups."""
-        state = {self.of[parameter]: dict(values) for parameter, values in optimizer.state.items()}
+        of, of_groups = self._numbers(optimizer)
+        state = {of[each]: dict(values) for each, values in optimizer.state.items() if each in of}
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": numbers}
-            for group, numbers in zip(optimizer.param_groups, self.groups, strict=True)
+            for group, numbers in zip(optimizer.param_groups, of_groups, strict=True)
         ]
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
-    def load(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    def load(self, optimizer: Optimizer, saved: Mapping[str, Any], shards: OptimizerShards) -> None:
         """Restore what `state_of` returned, maybe on other ranks and under other strategies.
 
         Raises:
             CheckpointError: It was saved for other groups of parameters.
         """
-        if [group["params"] for group in saved["param_groups"]] != self.groups:
+        of, of_groups = self._numbers(optimizer)
+        if [group["params"] for group in saved["param_groups"]] != of_groups:
             raise CheckpointError(
                 f"state['optimizer'] was saved for groups of {[len(group['params']) for group in saved['param_groups']]} "
-                f"parameters; this optimizer has {[len(numbers) for numbers in self.groups]}."
+                f"parameters; this optimizer has {[len(numbers) for numbers in of_groups]}."
             )
         state: dict[int, Any] = {}
         groups, place = [], 0
@@ -62,15 +69,16 @@ class OptimizerNumbers:
             own = {key: group[key] for key in _OF_KERNELS if key in group}  # a strategy, or what the device can
             groups.append({**of_saved, **own, "params": list(places)})
             for index, parameter in zip(places, group["params"], strict=True):
-                number = self.of[parameter]
+                number = of[parameter]
                 if number in saved["state"]:
                     where = f"state['optimizer']['state'][{number}]"
                     state[index] = {
-                        key: place_like(key, value, parameter, f"{where}[{key!r}]")
+                        key: place_like(key, value, shards.tensor_of.get(parameter, parameter), f"{where}[{key!r}]")
                         for key, value in saved["state"][number].items()
                     }
             place = places.stop
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        with shards.in_place(optimizer, with_gradients=False):
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def replace_parameters(

@@ -43,6 +43,7 @@ class EngineState:
         state = {"model": unwrap(composed.model).state_dict(), "engine": engine}
         if self.optimizer is not None and composed.numbers is not None:
             state["optimizer"] = composed.numbers.state_of(self.optimizer.inner)
+            composed.data_parallel.shards.take_parameters()
             engine["masters"] = self._masters()
         if self.scheduler is not None:
             state["lr_scheduler"] = self.scheduler.state_dict()
@@ -69,7 +70,7 @@ class EngineState:
         composed.data_parallel.shards.take_parameters()
         restore(saved, into=self._masters())
         if self.optimizer is not None and composed.numbers is not None:
-            composed.numbers.load(self.optimizer.inner, state["optimizer"])
+            composed.numbers.load(self.optimizer.inner, state["optimizer"], composed.data_parallel.shards)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["lr_scheduler"])
 

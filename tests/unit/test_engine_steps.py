@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import raysgd
 from raysgd.engine.gradients import HostFlag, global_norm
 from raysgd.engine.optimizer_parameters import OptimizerNumbers
+from raysgd.engine.optimizer_shards import OptimizerShards
 from raysgd.engine.precision import LossScale
 from raysgd.engine.tensor_parallel.placements import fsdp_shard_placement
 from raysgd.errors import ConfigError, UsageError
@@ -290,7 +291,7 @@ def test_restored_optimizer_keeps_its_own_kernels() -> None:
     model = make_model()
     saved = torch.optim.Adam(model.parameters(), lr=0.5)
     own = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
-    OptimizerNumbers(own).load(own, OptimizerNumbers(saved).state_of(saved))
+    OptimizerNumbers(own).load(own, OptimizerNumbers(saved).state_of(saved), OptimizerShards([], None))
     assert (own.param_groups[0]["lr"], own.param_groups[0]["fused"]) == (0.5, True)
 
 
