@@ -96,8 +96,6 @@ class Step:
         self._parameters = self._data_parallel.parameters_of(unwrap(composed.model))
         # The loop's hooks are those that come later.
         self._num_hooks = {each: _count_hooks(each) for each in self._parameters.values()}
-        # How many parameters other optimizers had when they were checked.
-        self._other_optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     def attach(self) -> None:
         """Follow the passes of the model and what is loaded into it."""
@@ -586,24 +584,27 @@ class Step:
             )
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Check that no other optimizer updates parameters of the model, of which it may find this rank's gradients alone.
+        """Check that another optimizer of the loop, if it updates parameters of the model, finds what it does in the plain loop.
 
         Raises:
-            UsageError: It does.
+            UsageError: It does not.
         """
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
-        if optimizer is self._optimizer or self._other_optimizers.get(optimizer) == size:
+        if optimizer is self._optimizer or self._optimizer is None:
             return
-        updated = {id(each) for each in self._gradients.updated()}
-        strange = {id(each) for group in optimizer.param_groups for each in group["params"]} - updated
-        for name, each in unwrap(self.composed.model).named_parameters():
-            if id(each) in strange:
-                raise UsageError(
-                    f"another optimizer, {with_article(type(optimizer).__name__)}, updates {name} of the model, whose gradient "
-                    "is not that of all ranks and of the whole step: compose the model with all its layers, and one optimizer "
-                    "with a group for each set of parameters; layers that are trained later can be frozen until then."
-                )
-        self._other_optimizers[optimizer] = size
+        groups = [group["params"] for group in optimizer.param_groups]
+        found = next((each for parameters in groups for each in parameters if each in self._num_hooks), None)
+        if found is None:
+            return
+        is_unfinished = self._accumulation.is_open and not self.is_complete
+        if is_unfinished or self._loss_scale.is_enabled or not self._data_parallel.shards.tensor_of.keys().isdisjoint(
+            each for parameters in groups for each in parameters
+        ):
+            name = next(name for name, each in self._parameters.items() if each is found)
+            raise UsageError(
+                f"{with_article(type(optimizer).__name__)} updates {name} of the model, next to the optimizer of engine.compose: "
+                "in fp16, with zero_stage=1 or 2, with bf16-true and within an accumulated step its gradient is not there. Add "
+                "the parameters to the engine's optimizer by optimizer.add_param_group."
+            )
 
     def check_updated(self) -> None:
         """Check that what the optimizer updates is the model's, or has no gradient.

@@ -381,14 +381,14 @@ def unfreeze(run: Run) -> None:
 def add_layer(run: Run) -> None:
     if run.number == run.boundary:
         torch.manual_seed(5)
-        run.inner.extra = nn.Linear(run.inner.width, run.inner.width, dtype=run.inner.last.weight.dtype)
+        run.inner.extra = nn.Linear(run.inner.width, run.inner.width, dtype=run.dtype)
         run.optimizer.add_param_group({"params": list(run.inner.extra.parameters())})
 
 
 def add_layer_with_optimizer(run: Run) -> None:
     if run.number == run.boundary:
         torch.manual_seed(5)
-        run.inner.extra = nn.Linear(run.inner.width, run.inner.width, dtype=run.inner.last.weight.dtype)
+        run.inner.extra = nn.Linear(run.inner.width, run.inner.width, dtype=run.dtype)
         run.notes["second"] = torch.optim.SGD(run.inner.extra.parameters(), lr=0.1)
 
 
@@ -576,27 +576,20 @@ HABITS: dict[str, Habit] = {
         "resume after a step, on two ranks in place of one", "resume", net=("other ranks",), without=("divided",)
     ),
     "freeze": Habit("freeze layers in the middle of a training", "layers", before=freeze),
-    "unfreeze": Habit(
-        "unfreeze layers in the middle of a training",
-        "layers",
-        begin=unfreeze,
-        before=unfreeze,
-        refused=("ZeRO 1", "ZeRO 2", "averaged", "tensor"),
-    ),
+    "unfreeze": Habit("unfreeze layers in the middle of a training", "layers", begin=unfreeze, before=unfreeze),
     "add layer": Habit(
         "add a layer, and its group to the optimizer",
         "layers",
         before=add_layer,
-        refused=("all",),
         without=("resume", "averages", "weights", "OneCycleLR", "CyclicLR"),
     ),
     "second optimizer": Habit(
         "add a layer with an optimizer of its own",
         "layers",
         before=add_layer_with_optimizer,
-        after=step_second,
-        refused=("all",),
-        without=("resume", "averages", "weights", "clip"),
+        gradients=step_second,
+        refused=("ZeRO 1", "ZeRO 2", "fp16", "bf16-true"),
+        without=("resume", "averages", "weights", "clip", "gradients"),
     ),
     "add group": Habit(
         "add frozen layers to the optimizer by `add_param_group`",
@@ -604,7 +597,6 @@ HABITS: dict[str, Habit] = {
         begin=hold_last,
         optimizer=without_last,
         before=add_group,
-        refused=("all",),
         without=("groups", "averages", "resume", "OneCycleLR", "CyclicLR"),
     ),
     "several groups": Habit(

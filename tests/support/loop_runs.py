@@ -37,6 +37,8 @@ RANKS = 2
 #: units of 1.2e-7 in each of up to 14 steps. Numbers of bf16 have 8 bits, those of fp16 11.
 TOLERANCES = {"fp32": 3e-5, "bf16": 3e-2, "fp16": 5e-3, "bf16-true": 4e-2}
 TOO_LARGE = 1e20  # for a gradient in fp16
+#: What the guide calls strategies by whose marks habits are refused.
+NAMES = {"all": "all strategies", "tensor": "tensor parallelism"}
 TOGETHER = 10  # loops of one call
 TIMEOUT_S = 60  # of such a call, which takes a few seconds
 
@@ -250,7 +252,10 @@ class Run:
         moment: A batch at which something happens, anywhere.
         boundary: The first batch of a step at which something happens.
         notes: What habits keep.
+        dtype: What the layers of the model compute in.
     """
+
+    dtype = torch.float32
 
     def __init__(self, loop: Loop, rank: int, copies: int, first: int = 0) -> None:
         self.loop, self.rank, self.copies, self.number = loop, rank, copies, first
@@ -420,7 +425,8 @@ def train_plainly(loop: Loop) -> Outcome:
                 if run.schedule is not None and run.schedule.every == "step":
                     schedule_step(run, scheduler, sum(losses) / copies)
             if not (run.does("kept gradients") and number == run.boundary - 1):
-                model.zero_grad(set_to_none=not run.does("zeros"))
+                zeroed = model if run.does("zero_grad of the model") else optimizer
+                zeroed.zero_grad(set_to_none=not run.does("zeros"))
         run.end_batch()
         if run.ends_epoch and run.schedule is not None and run.schedule.every == "epoch":
             schedule_step(run, scheduler, None)
@@ -462,6 +468,8 @@ class EngineRun(Run):
 
     def __init__(self, loop: Loop, first: int) -> None:
         super().__init__(loop, raysgd.data_parallel_rank(), raysgd.data_parallel_size(), first)
+        if loop.fields.get("precision") == "bf16-true":
+            self.dtype = torch.bfloat16
         whole = STRATEGIES[loop.strategy].copies
         self.sampler = RowsFrom(len(self.x))
         sampler = {"sampler": self.sampler} if any(each.kind == "resume" for each in loop.chosen) else {}
@@ -717,5 +725,5 @@ class Judge:
 def table() -> str:
     """Return the table of the guide: what a loop may do, and with which strategies that is refused."""
     rows = [["the loop may", "refused with"], ["---", "---"]]
-    rows += [[each.text, ", ".join(each.refused) or "-"] for each in HABITS.values()]
+    rows += [[each.text, ", ".join(NAMES.get(mark, mark) for mark in each.refused)] for each in HABITS.values()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
