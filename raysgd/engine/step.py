@@ -596,8 +596,12 @@ class Step:
         if found is None:
             return
         is_unfinished = self._accumulation.is_open and not self.is_complete
-        if is_unfinished or self._loss_scale.is_enabled or not self._data_parallel.shards.tensor_of.keys().isdisjoint(
-            each for parameters in groups for each in parameters
+        if (
+            is_unfinished
+            or self._loss_scale.is_enabled
+            or not self._data_parallel.shards.tensor_of.keys().isdisjoint(
+                each for parameters in groups for each in parameters
+            )
         ):
             name = next(name for name, each in self._parameters.items() if each is found)
             raise UsageError(

@@ -461,6 +461,12 @@ SCHEDULES: dict[str, Schedule] = {
     ),
 }
 
+#: Habits, and kinds of them, that loops with the stages of a pipeline may have: a rank has some layers, and the loss alone.
+OF_STAGES = {
+    *("reads", "skip", "clip", "gradients", "zero_grad", "closure", "save", "groups", "schedule"),
+    *("clamp", "clamp data", "replace data", "decay", "average", "load model", "exchange", "exchange data"),
+    *("evaluate", "resume", "resume at a step"),
+}
 #: By name. The guide has the texts and where they are refused.
 HABITS: dict[str, Habit] = {
     "one ahead": Habit("read one batch ahead of the one that is trained on", "reads", reads=one_ahead),
@@ -469,19 +475,28 @@ HABITS: dict[str, Habit] = {
     "skip": Habit(
         "skip a batch, on all ranks", "skip", skips=lambda run: run.number == run.loop.accumulation, without=("reads",)
     ),
-    "clip norm": Habit("`torch.nn.utils.clip_grad_norm_`", "clip", gradients=clip_norm),
-    "clip value": Habit("`torch.nn.utils.clip_grad_value_`", "clip", gradients=clip_value),
-    "read gradients": Habit("read gradients, as for a log", "read gradients", gradients=read_gradients, without=("overflow",)),
-    "scale gradients": Habit("`parameter.grad.mul_(factor)`", "gradients", gradients=scale_gradients),
-    "noise": Habit(
-        "add to `parameter.grad`, made of it: `torch.randn_like(parameter.grad)`", "gradients", gradients=add_noise
+    "clip norm": Habit("`torch.nn.utils.clip_grad_norm_`", "clip", gradients=clip_norm, refused=("pipeline",)),
+    "clip value": Habit("`torch.nn.utils.clip_grad_value_`", "clip", gradients=clip_value, refused=("pipeline",)),
+    "read gradients": Habit(
+        "read gradients, as for a log", "read gradients", gradients=read_gradients, without=("overflow",)
     ),
-    "drop gradients": Habit("`parameter.grad = None`", "gradients", gradients=drop_gradients),
+    "scale gradients": Habit(
+        "`parameter.grad.mul_(factor)`", "gradients", gradients=scale_gradients, refused=("pipeline",)
+    ),
+    "noise": Habit(
+        "add to `parameter.grad`, made of it: `torch.randn_like(parameter.grad)`",
+        "gradients",
+        gradients=add_noise,
+        refused=("pipeline",),
+    ),
+    "drop gradients": Habit("`parameter.grad = None`", "gradients", gradients=drop_gradients, refused=("pipeline",)),
     "hook": Habit(
         "`parameter.register_hook`, linear",
         "hook",
         refused=("ZeRO 3", "fp16"),
-        before=lambda run: None if run.notes.setdefault("hooked", False) else run.notes.update(hooked=True) or hook_parameters(run),
+        before=lambda run: (
+            None if run.notes.setdefault("hooked", False) else run.notes.update(hooked=True) or hook_parameters(run)
+        ),
     ),
     "unused": Habit(
         "a layer that is never used, with `find_unused_parameters=True`",
@@ -519,7 +534,7 @@ HABITS: dict[str, Habit] = {
     "closure": Habit("`optimizer.step(closure)`", "closure", refused=("all",)),
     "clamp": Habit("`parameter.clamp_(low, high)` between steps", "weights", after=clamp_weights),
     "clamp data": Habit("`parameter.data.clamp_(low, high)`", "weights", after=clamp_data),
-    "replace data": Habit("`parameter.data = tensor`", "weights", after=replace_data, refused=("ZeRO 3",)),
+    "replace data": Habit("`parameter.data = tensor`", "weights", after=replace_data),
     "decay": Habit("decay weights by `parameter.mul_(factor)`", "weights", after=decay_weights),
     "reset": Habit("reset a layer", "weights", after=reset_layer),
     "average": Habit("`parameter.copy_(average)`", "weights", after=average_weights, without=("resume",)),
@@ -533,7 +548,6 @@ HABITS: dict[str, Habit] = {
         "averages",
         after=exchange_data,
         without=("resume",),
-        refused=("ZeRO 3",),
     ),
     "EMA": Habit(
         "`AveragedModel`, updated at each step",
@@ -563,15 +577,19 @@ HABITS: dict[str, Habit] = {
     ),
     "evaluate": Habit("evaluate after any batch", "evaluate", after=lambda run: run.evaluate()),
     "evaluate on one rank": Habit(
-        "evaluate on one rank alone", "evaluate", after=evaluate_on_one_rank, refused=("ZeRO 3", "tensor")
+        "evaluate on one rank alone", "evaluate", after=evaluate_on_one_rank, refused=("ZeRO 3", "tensor", "pipeline")
     ),
-    "evaluate a part": Habit("call a submodule, for an evaluation", "evaluate", after=evaluate_part),
+    "evaluate a part": Habit(
+        "call a submodule, for an evaluation", "evaluate", after=evaluate_part, without=("pipeline",)
+    ),
     "read weights": Habit("read weights, as for a log", "read weights", after=read_weights),
     "save": Habit("save after any batch", "save", after=save),
     "save at a step": Habit("save after a step", "save", after=save_at_steps),
     "resume": Habit("resume after any batch", "resume"),
     "resume at a step": Habit("resume after a step", "resume"),
-    "resume on one rank": Habit("resume after a step, on one rank", "resume", net=("other ranks",), without=("divided",)),
+    "resume on one rank": Habit(
+        "resume after a step, on one rank", "resume", net=("other ranks",), without=("divided",)
+    ),
     "resume on two ranks": Habit(
         "resume after a step, on two ranks in place of one", "resume", net=("other ranks",), without=("divided",)
     ),
@@ -609,10 +627,19 @@ HABITS: dict[str, Habit] = {
         without=("schedule-free",),
     ),
     "overflow": Habit(
-        "gradients that overflow in a step, on one rank", "overflow", only=("fp16",), net=("overflow",), without=("losses",)
+        "gradients that overflow in a step, on one rank",
+        "overflow",
+        only=("fp16",),
+        net=("overflow",),
+        without=("losses",),
     ),
     **{
-        name: Habit(f"`{name.split()[0]}`, stepped at each {schedule.every}" + (f" with the {schedule.metric}" if schedule.metric else ""), "schedule", schedule=schedule)
+        name: Habit(
+            f"`{name.split()[0]}`, stepped at each {schedule.every}"
+            + (f" with the {schedule.metric}" if schedule.metric else ""),
+            "schedule",
+            schedule=schedule,
+        )
         for name, schedule in SCHEDULES.items()
     },
 }

@@ -29,16 +29,17 @@ from raysgd.backends import torch_groups
 from raysgd.errors import RaySGDError
 from raysgd.torch.model import unwrap
 from support.group_sessions import group_session
-from support.loop_habits import HABITS, Habit
+from support.loop_habits import HABITS, OF_STAGES, Habit
 from support.torch_ranks import RankGroup
 
 RANKS = 2
 #: The largest difference of a number of 1 or so that rounding explains. Sums of two ranks are rounded in another order: a few
 #: units of 1.2e-7 in each of up to 14 steps. Numbers of bf16 have 8 bits, those of fp16 11.
 TOLERANCES = {"fp32": 3e-5, "bf16": 3e-2, "fp16": 5e-3, "bf16-true": 4e-2}
+VOCABULARY = 11
 TOO_LARGE = 1e20  # for a gradient in fp16
 #: What the guide calls strategies by whose marks habits are refused.
-NAMES = {"all": "all strategies", "tensor": "tensor parallelism"}
+NAMES = {"all": "all strategies", "tensor": "tensor parallelism", "pipeline": "pipelines"}
 TOGETHER = 10  # loops of one call
 TIMEOUT_S = 60  # of such a call, which takes a few seconds
 
@@ -70,6 +71,8 @@ STRATEGIES: dict[str, Strategy] = {
     "bf16-true, ZeRO 1": Strategy({"precision": "bf16-true", "zero_stage": 1}, ("ZeRO 1", "bf16-true")),
     "bf16-true, ZeRO 3": Strategy({"precision": "bf16-true", "zero_stage": 3}, ("ZeRO 3", "bf16-true")),
     "tensor parallel": Strategy({"tensor_parallel": 2}, ("tensor", "divided")),
+    "pipeline": Strategy({"pipeline_parallel": 2}, ("pipeline", "divided")),
+    "pipeline, bf16": Strategy({"pipeline_parallel": 2, "precision": "bf16"}, ("pipeline", "divided", "bf16")),
     "accelerate": Strategy({}, ("DDP", "accelerate"), True),
     "accelerate, ZeRO 2": Strategy({"zero_stage": 2}, ("ZeRO 2", "accelerate"), True),
     "accelerate, ZeRO 3": Strategy({"zero_stage": 3}, ("ZeRO 3", "accelerate"), True),
@@ -139,7 +142,10 @@ def fits(loop: Loop) -> bool:
     kinds = [each.kind for each in loop.chosen]
     there = {*loop.marks, *loop.habits, *kinds, *loop.net}
     return len(set(kinds)) == len(kinds) and all(
-        not there & set(each.without) and (not each.only or loop.marks & set(each.only)) for each in loop.chosen
+        not there & set(each.without)
+        and (not each.only or loop.marks & set(each.only))
+        and (name in OF_STAGES or each.kind in OF_STAGES or "pipeline" not in loop.marks)
+        for name, each in zip(loop.habits, loop.chosen, strict=True)
     )
 
 
@@ -230,6 +236,14 @@ class Net(nn.Module):
         return self.gain * self.last(hidden), hidden
 
 
+def make_llama() -> nn.Module:
+    """Make a model of which a pipeline can have stages."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=8))
+
+
 class RowsFrom(Sampler[int]):
     """The rows of an epoch in their order, from any one on, as a user's loop resumes."""
 
@@ -261,7 +275,8 @@ class Run:
         self.loop, self.rank, self.copies, self.number = loop, rank, copies, first
         numbers = random.Random(loop.seed)
         torch.manual_seed(loop.seed)
-        self.model: Any = Net(numbers, loop.net)
+        self.is_staged = "pipeline" in loop.marks
+        self.model: Any = make_llama() if self.is_staged else Net(numbers, loop.net)
         self.inner: Any = self.model
         self.rows = numbers.randrange(2, 4) * (2 if "norm" in loop.net else 1)  # of a batch
         self.per_epoch = numbers.randrange(4, 7)
@@ -271,6 +286,8 @@ class Run:
         generator = torch.Generator().manual_seed(loop.seed)
         count = self.rows * self.per_epoch * STRATEGIES[loop.strategy].copies
         self.x, self.y = torch.randn(count, 3, generator=generator), torch.randn(count, 1, generator=generator)
+        if self.is_staged:
+            self.x = torch.randint(VOCABULARY, (count, 5), generator=generator)
         self.rows_of_evaluation = torch.randn(5, 3, generator=generator), torch.randn(5, 1, generator=generator)
         self.outcome = Outcome()
         self.logged: list[torch.Tensor] = []
@@ -337,6 +354,8 @@ class Run:
     # -- what habits use -----------------------------------------------------------------------------------------------
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.is_staged:
+            return self.model(input_ids=x, labels=x).loss  # type: ignore[no-any-return]
         branch = self.number // self.loop.accumulation
         if "branch per rank" in self.loop.net:
             branch = self.rank + self.number // 2
@@ -346,7 +365,8 @@ class Run:
     def losses(self, batch: Any) -> list[torch.Tensor]:
         """Return the losses of a batch, each with a backward pass of its own."""
         torch.manual_seed(100 * self.number + self.rank)  # of dropout
-        self.inner.overflows = self.is_overflowing and self.rank == self.copies - 1
+        if self.does("overflow"):
+            self.inner.overflows = self.is_overflowing and self.rank == self.copies - 1
         found = [] if self.does("gradient penalty") else [self.loss(*batch)]
         for each in self.loop.chosen:
             if each.losses is not None:
@@ -366,7 +386,10 @@ class Run:
         self.model.eval()
         with torch.no_grad():
             x, y = self.rows_of_evaluation
-            self.log(nn.functional.mse_loss(self.model(x, 0)[0], y))
+            if self.is_staged:
+                self.log(self.model(input_ids=self.x[:4], labels=self.x[:4]).loss)
+            else:
+                self.log(nn.functional.mse_loss(self.model(x, 0)[0], y))
         self.model.train()
 
     def log(self, value: torch.Tensor) -> None:
@@ -385,10 +408,8 @@ class Run:
 
     def finish(self) -> Outcome:
         self.act("end")
-        state = {"parameters": self.inner.named_parameters(), "buffers": self.inner.named_buffers()}
-        for name, tensors in state.items():
-            flat = [self.whole(each).float().flatten() for _, each in sorted(tensors)]
-            self.outcome.values[name] = torch.cat(flat).tolist() if flat else []
+        for name, each in [*self.inner.named_parameters(), *self.inner.named_buffers()]:
+            self.outcome.values[name] = self.whole(each).float().flatten().tolist()
         self.outcome.values["logged"] = [float(self.whole(each)) for each in self.logged]
         self.outcome.values["rates"] = self.rates
         return self.outcome
@@ -531,15 +552,19 @@ class EngineRun(Run):
             optimizer.step()
             if self.schedule is not None and self.schedule.every == "step":
                 schedule_step(self, self.scheduler, float(sum(losses).detach()))  # type: ignore[arg-type]
-            if self.does("zero_grad of the model"):
-                self.model.zero_grad()
-            elif self.does("zeros"):
-                optimizer.zero_grad(set_to_none=False)
-            elif not (self.does("kept gradients") and self.number == self.boundary - 1 or self.does("zero_grad first")):
-                optimizer.zero_grad()
+            self._zero_grad()
         self.end_batch()
         if self.ends_epoch and self.schedule is not None and self.schedule.every == "epoch":
             schedule_step(self, self.scheduler, None)
+
+    def _zero_grad(self) -> None:
+        is_kept = self.does("kept gradients") and self.number == self.boundary - 1
+        if self.does("zero_grad of the model"):
+            self.model.zero_grad()
+        elif self.does("zeros"):
+            self.optimizer.zero_grad(set_to_none=False)
+        elif not is_kept and not self.does("zero_grad first"):
+            self.optimizer.zero_grad()
 
     def save(self) -> None:
         if self.engine is not None:
@@ -576,17 +601,17 @@ def train(loop: Loop) -> Outcome:
     with tempfile.TemporaryDirectory() as own:
         folders: list[Any] = [None] * RANKS
         dist.all_gather_object(folders, own)
-        parts = parts_of(loop)
+        logged: list[torch.Tensor] = []
+        rates: list[float] = []
         try:
-            for number, (size, first, last) in enumerate(parts):
+            for number, (size, first, last) in enumerate(parts_of(loop)):
                 group = nullcontext() if size == dist.get_world_size() else group_of(size, rank, store, number)
                 # A rank that is alone has its own folder; then the first rank's is read.
                 folder = folders[rank if size == 1 and number == 0 else 0]
                 with group, group_session(Path(folder), replica if size > 1 else 1):
                     run = EngineRun(loop, first)
-                    run.outcome, run.logged, run.rates = found, run.logged, run.rates
+                    run.outcome, run.logged, run.rates = found, logged, rates
                     if number:
-                        run.logged, run.rates = earlier.logged, earlier.rates
                         run.load()
                     try:
                         run.train(first, last)
@@ -597,7 +622,6 @@ def train(loop: Loop) -> Outcome:
                     except Exception:
                         torch_groups.leave_all()  # frees the ranks that wait for this one
                         raise
-                    earlier = run
                     run.model = run.inner = None
         except Exception as error:
             found.is_refused = isinstance(error, RaySGDError)
@@ -652,14 +676,14 @@ def difference(loop: Loop, rank: int, own: Outcome, plain: Outcome) -> str | Non
     if [number for number, _ in own.losses] != list(losses):
         return f"batches {[number for number, _ in own.losses]}"
     for name, values in plain.values.items():
+        if name not in own.values and "pipeline" in loop.marks:
+            continue  # another stage has it
         found = own.values[name]
-        if name == "logged" and not found and rank:
-            continue  # the first rank has evaluated alone
+        if name == "logged" and rank and (not found or "norm" in loop.net):
+            continue  # the first rank has evaluated alone, or within a step, in which buffers are each rank's own
         if len(found) != len(values):
             return f"{len(found)} {name} in place of {len(values)}"
-        worst = max(
-            (abs(one - two) / max(1.0, abs(two)) for one, two in zip(found, values, strict=True)), default=0.0
-        )
+        worst = max((abs(one - two) / max(1.0, abs(two)) for one, two in zip(found, values, strict=True)), default=0.0)
         if not worst <= loop.tolerance:
             return f"{name} differ by {worst:.2g}"
     return None
