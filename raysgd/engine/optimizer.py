@@ -1,8 +1,7 @@
-"""The optimizer and the scheduler that the engine returns: the user's own, whose steps count when gradients are complete."""
+"""The optimizer that the engine returns: the user's own, whose steps count when gradients are complete."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -105,25 +104,6 @@ class EngineOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UsageError("add_param_group after engine.compose: the engine has placed all parameters; add it before.")
-
-
-def follow_steps(scheduler: Any, steps: Step) -> Any:
-    """Make a scheduler's ``step`` count only where a step of the optimizer does, before it or after it.
-
-    Returns:
-        The scheduler itself.
-    """
-    kind = type(scheduler)
-
-    @functools.wraps(kind.step)
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        if steps.should_schedule():
-            kind.step(self, *args, **kwargs)
-            steps.on_schedule()
-
-    # By its class: a scheduler's state is all of its attributes.
-    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
-    return scheduler
 
 
 def _same(optimizer: Optimizer) -> Optimizer:
