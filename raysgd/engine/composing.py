@@ -60,6 +60,7 @@ class Composed:
         model: The model to train.
         data_parallel: How the data-parallel ranks hold it.
         pipeline: The stages of the model that this rank has, if there are several.
+        names: The names of the user's model's state, in all stages.
         numbers: Of the optimizer's parameters, before any was replaced; None without an optimizer.
         counted_elsewhere: Ids of the tensors that the optimizer updates and whose gradients another stage counts.
         tied: Names of parameters that are another one too, and the first name of that one.
@@ -69,6 +70,7 @@ class Composed:
     model: nn.Module
     data_parallel: DataParallel
     pipeline: PipelinedModel | None
+    names: frozenset[str]
     numbers: OptimizerNumbers | None
     counted_elsewhere: frozenset[int]
     tied: Mapping[str, str]
@@ -101,10 +103,11 @@ def compose(
     if tensor_plan is not None and config.tensor_parallel > 1:
         _check_own_plan(config, model, tensor_plan)
     before = dict(model.named_parameters(remove_duplicate=False))
+    names = frozenset(model.state_dict())
     numbers = None
     if optimizer is not None:
-        numbers = OptimizerNumbers(optimizer)
         replace_parameters(optimizer, {parameter: parameter for parameter in before.values()})  # refuses others
+        numbers = OptimizerNumbers(optimizer, {parameter: name for name, parameter in reversed(before.items())})
     model = model.to(device())
     data_parallel.start_alike(model)
     blocks, pipeline = _divide_layers(config, mesh, model, tensor_plan, note)
@@ -128,6 +131,7 @@ def compose(
         model=data_parallel.wrap(model),
         data_parallel=data_parallel,
         pipeline=pipeline,
+        names=names,
         numbers=numbers,
         counted_elsewhere=frozenset(id(moved.get(parameter, parameter)) for parameter in copied),
         tied=_find_ties(before),

@@ -1,4 +1,4 @@
-"""The optimizer and the scheduler that the engine returns: the user's own, whose steps count when gradients are complete."""
+"""The optimizer that the engine returns: the user's own, whose steps count when gradients are complete."""
 
 from __future__ import annotations
 
@@ -150,25 +150,8 @@ class EngineOptimizer(Optimizer):
                 "of its stage alone: add the group before, and freeze its parameters until they shall be trained."
             )
         self.inner.add_param_group(param_group)
-
-
-def follow_steps(scheduler: Any, steps: Step) -> Any:
-    """Make a scheduler's ``step`` count only where a step of the optimizer does, before it or after it.
-
-    Returns:
-        The scheduler itself.
-    """
-    kind = type(scheduler)
-
-    @functools.wraps(kind.step)
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        if steps.should_schedule():
-            kind.step(self, *args, **kwargs)
-            steps.on_schedule()
-
-    # By its class: a scheduler's state is all of its attributes.
-    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
-    return scheduler
+        if (numbers := self._step.composed.numbers) is not None:
+            numbers.follow(self.inner, {})
 
 
 @functools.cache

@@ -289,9 +289,13 @@ def test_scale_of_a_run_without_fp16_is_not_restored() -> None:
 
 def test_restored_optimizer_keeps_its_own_kernels() -> None:
     model = make_model()
-    saved = torch.optim.Adam(model.parameters(), lr=0.5)
+    saved = torch.optim.Adam(model.parameters(), lr=0.1)
     own = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
-    OptimizerNumbers(own).load(own, OptimizerNumbers(saved).state_of(saved), OptimizerShards([], None))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    numbers = [OptimizerNumbers(each, names) for each in (own, saved)]
+    saved.param_groups[0]["lr"] = 0.5
+    shards = OptimizerShards([], None)
+    numbers[0].load(own, numbers[1].state_of(saved), numbers[1].describe(saved), shards)
     assert (own.param_groups[0]["lr"], own.param_groups[0]["fused"]) == (0.5, True)
 
 
