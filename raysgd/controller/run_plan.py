@@ -65,7 +65,7 @@ class PreviousState:
         failures: The failures of the run.
         manifests: The manifests on storage, oldest first.
         last_number: The highest number of a checkpoint folder, complete or not.
-        known: The numbers of the checkpoints that readers know.
+        known: The iterations of the checkpoints that readers know, by number.
         is_paused: The run was paused.
         requested: How the run must end because that was requested; None otherwise.
         published: How the run has ended; None if it has not.
@@ -81,7 +81,7 @@ class PreviousState:
     failures: tuple[Failure, ...] = ()
     manifests: tuple[Manifest, ...] = ()
     last_number: int = 0
-    known: frozenset[int] = field(default_factory=frozenset)
+    known: Mapping[int, int] = field(default_factory=dict)
     is_paused: bool = False
     requested: Outcome | None = None
     published: Outcome | None = None
@@ -146,7 +146,7 @@ def build_previous_state(
         failures=tuple(_failure(data) for name, data in events if name == "failure"),
         manifests=tuple(manifests),
         last_number=max([last_number, *(manifest.number for manifest in manifests)]),
-        known=frozenset(frame.data["number"] for frame in frames_read if frame.kind in checkpoints),
+        known={frame.data["number"]: frame.data["iteration"] for frame in frames_read if frame.kind in checkpoints},
         is_paused=pauses[-1:] == ["paused"],
         requested=next(reversed(cancels or stops), None),
         published=ends[-1] if ends else None,

@@ -12,7 +12,7 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller.frames import Frame
 from raysgd.controller.rounds import RoundMerger
-from raysgd.controller.run_plan import Start
+from raysgd.controller.run_plan import AttemptRecord, Start
 from raysgd.controller.states import Paused, Preparing
 from raysgd.result import Result
 from raysgd.session import events as e
@@ -31,8 +31,11 @@ from support.simulation import (
     saved,
     uri_of,
 )
+from support.step_log import StepLog
 
 GIVEN = Start("/given", iteration=10, time_total_s=5.0)
+#: Events that count the attempts of a run; those that are in no file after a crash are not counted.
+_COUNTED = ("failure", "regroup", "resumed")
 RANKS = range(1 << 16)  # taken modulo the number of candidate ranks
 SAW_STOP = e.Returned(b"value", 5, saw_stop=True)
 
@@ -82,11 +85,17 @@ class RunFuzz(RuleBasedStateMachine):
         self.num_prepared = self.num_answered = self.num_checked = 0
         self.in_flight: list[c.CommitCheckpoint] = []
         self.numbers: list[int] = []  # of all commits, in order
+        self.steps = StepLog()
+        self.unwritten: deque[tuple[int, c.Command]] = (
+            deque()
+        )  # to storage, with the length of the journal at that time
+        self.num_flushed = 0  # frames of the journal that are on storage, at least
+        self.num_lost = 0  # failures that are in no file
+        self.files: dict[int, Manifest] = {}  # the checkpoints on storage
         self.on_storage: dict[int, int] = {}  # iteration by number
         self.amended: set[int] = set()
         self.happened: set[str] = set()
         self.should_pause = self.is_over = False
-        self.manifests: dict[int, Manifest] = {}  # newest version, of all commits
         self.run = SimulatedRun(
             num_ranks * self.scale,
             start=start,
@@ -132,11 +141,8 @@ class RunFuzz(RuleBasedStateMachine):
     @action(lambda self: self._acting(), index=RANKS, count=range(1, 4))
     def a_rank_reports(self, index: int, count: int) -> None:
         rank = self._one_of(self._acting(), index)
-        rank.event_queue.append(reports(rank.num_reports, count))
-        rank.num_reports += count
-        if rank.unscored is not None:
-            rank.event_queue.append(e.Scored(rank.unscored, b'{"loss": %d}' % count))
-            rank.unscored = None
+        rank.event_queue.append(self.steps.report(self.attempts[-1].entered, rank, count))
+        rank.num_reports, rank.unscored = rank.num_reports + count, None
         self._note_uneven_saves()
         rank.wait_if_due()
 
@@ -274,16 +280,23 @@ class RunFuzz(RuleBasedStateMachine):
         self.run.feed(c.ResumeRequested())
         self._check()
 
-    @action(luck=range(8), is_written=(False, True))
-    def the_controller_dies(self, luck: int, is_written: bool) -> None:
-        """All workers die with the controller; a new one resumes from the files of the run."""
+    @action(luck=range(8), num_written=range(5), flushed=(0.0, 0.3, 0.7, 1.0))
+    def the_controller_dies(self, luck: int, num_written: int, flushed: float) -> None:
+        """All workers die with the controller; a new one resumes from the files of the run.
+
+        Args:
+            luck: 0: it happens.
+            num_written: How many of the writes that were not answered have happened: the old controller did not see them.
+            flushed: How much is on storage of what the journal got since its last flush.
+        """
         if luck or self.run.is_closed:
             return
         self.happened.add("died")
         self.should_pause = False
-        for commit in self.in_flight if is_written else []:  # the old controller did not see the commit
-            self.on_storage[commit.manifest.number] = commit.manifest.iteration
-            self.manifests[commit.manifest.number] = commit.manifest
+        self._write(min(num_written, len(self.unwritten)))
+        self._lose_journal(flushed)
+        self.unwritten.clear()
+        self.on_storage = {number: manifest.iteration for number, manifest in self.files.items()}
         self.in_flight, self.storing, self.held = [], [], None
         for attempt in self.attempts:
             attempt.gone = {rank.number for rank in attempt.ranks}
@@ -294,10 +307,40 @@ class RunFuzz(RuleBasedStateMachine):
                 rank.unwritten.clear()
         if self.attempts:
             self.attempts[-1].is_entered = True  # nothing shows that no rank entered
-        past = previous_state_of(self.run, [self.manifests[number] for number in self.on_storage])
+        past = previous_state_of(self.run, self.files.values())
+        for manifest in past.manifests:
+            self.files[manifest.number] = replace(manifest, parts={})
+            self.on_storage[manifest.number] = manifest.iteration
+        if self.attempts:  # the number of the last attempt is not in the journal alone
+            entered = self.attempts[-1].entered
+            past = past.up_to(
+                AttemptRecord("run", entered.attempt, len(self.attempts[-1].ranks), entered.start.iteration)
+            )
         # Parts of uncommitted checkpoints stay on storage, so that their numbers are known.
         self.run.restart(replace(past, last_number=max([past.last_number, *self.numbers])))
         self._check()
+
+    def _write(self, count: int) -> None:
+        """Make the oldest writes to storage. The journal is flushed before each, except before deletions."""
+        for _ in range(count):
+            length, command = self.unwritten.popleft()
+            if isinstance(command, c.DeleteCheckpoint):
+                self.files.pop(command.number, None)
+                continue
+            self.num_flushed = max(self.num_flushed, length)
+            assert isinstance(command, (c.CommitCheckpoint, c.WriteRound))
+            if isinstance(command, c.CommitCheckpoint) or command.manifest.number in self.files:
+                self.files[command.manifest.number] = command.manifest
+
+    def _lose_journal(self, flushed: float) -> None:
+        """Remove the end of the journal, which the controller had not written."""
+        journal = [command for command in self.run.commands if isinstance(command, (c.EmitFrame, c.RecordEvent))]
+        length = self.num_flushed + int(flushed * (len(journal) - self.num_flushed))
+        lost = {id(command) for command in journal[length:]}
+        for command in journal[length:]:
+            self.num_lost += isinstance(command, c.RecordEvent) and command.kind in _COUNTED
+        self.run.commands[:] = [command for command in self.run.commands if id(command) not in lost]
+        self.num_checked, self.num_flushed = len(self.run.commands), length
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -311,9 +354,11 @@ class RunFuzz(RuleBasedStateMachine):
             self._complete_next()
         assert self.run.is_closed, f"still {self.run.machine.state}"
         self._check_outcome()
-        history = history_of(self.run, max_failures=self.max_failures)
+        self._write(len(self.unwritten))
+        history = history_of(self.run, max_failures=self.max_failures, on_storage=self.files.values())
         violations = find_violations(history)
         assert not violations, violations
+        self.steps.check(history)
 
     def _complete_next(self) -> None:
         if isinstance(self.run.machine.state, Paused):
@@ -370,7 +415,9 @@ class RunFuzz(RuleBasedStateMachine):
             self.is_over = isinstance(command, c.CloseRun)
             getattr(self, f"_check_{type(command).__name__}", lambda _: None)(command)
         assert len(self.run.all_of(c.PublishOutcome)) <= 1
-        allowed = self.max_failures + 1 + len(self.run.events("regroup")) + len(self.run.events("resumed"))
+        allowed = (
+            self.max_failures + 1 + len(self.run.events("regroup")) + len(self.run.events("resumed")) + self.num_lost
+        )
         assert self.max_failures < 0 or self.num_prepared <= allowed
 
     def _check_PrepareGroup(self, command: c.PrepareGroup) -> None:  # noqa: N802
@@ -403,6 +450,7 @@ class RunFuzz(RuleBasedStateMachine):
             assert (command.start.uri, command.start.iteration) == (uri_of(newest), self.on_storage[newest])
         assert command.first_number > max(self.numbers, default=0)
         self.attempts.append(SimulatedAttempt(command, [SimulatedRank(number) for number in range(self.run.num_ranks)]))
+        self.steps.begin(command)
         for rank in self.attempts[-1].ranks:
             rank.event_queue.append(e.Entered(self.run.now))
 
@@ -462,13 +510,7 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _check_CommitCheckpoint(self, command: c.CommitCheckpoint) -> None:  # noqa: N802
         attempt, number = self.attempts[-1], command.manifest.number
-        self.manifests[number] = command.manifest
-        if command.amend:
-            assert number not in self.amended
-            self.amended.add(number)
-            self.on_storage[number] += 1
-            assert command.manifest.iteration == self.on_storage[number]
-            return
+        self._queue(command)
         if number in self.from_memory:
             self.in_flight.append(command)
             return
@@ -486,6 +528,17 @@ class RunFuzz(RuleBasedStateMachine):
         self.numbers.append(number)
         self.in_flight.append(command)
 
+    def _check_WriteRound(self, command: c.WriteRound) -> None:  # noqa: N802
+        number = command.manifest.number
+        assert number not in self.amended
+        self.amended.add(number)
+        self.on_storage[number] += 1
+        assert command.manifest.iteration == self.on_storage[number]
+        self._queue(command)
+
+    def _check_PublishOutcome(self, command: c.PublishOutcome) -> None:  # noqa: N802
+        self.num_flushed = self._length_of_journal(self.run.commands.index(command))
+
     def _check_KeepInMemory(self, command: c.KeepInMemory) -> None:  # noqa: N802
         assert self.held is None or command.number > self.held.number
         self.held = command
@@ -498,6 +551,7 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _check_DeleteCheckpoint(self, command: c.DeleteCheckpoint) -> None:  # noqa: N802
         assert command.number in self.on_storage and command.number != max(self.on_storage)
+        self._queue(command)
         del self.on_storage[command.number]
         assert self.num_to_keep is not None and len(self.on_storage) >= self.num_to_keep
 
@@ -513,6 +567,13 @@ class RunFuzz(RuleBasedStateMachine):
             before = result
 
     # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _queue(self, command: c.Command) -> None:
+        self.unwritten.append((self._length_of_journal(len(self.run.commands)), command))
+
+    def _length_of_journal(self, num_commands: int) -> int:
+        """Return the number of frames that the journal has after some commands."""
+        return sum(isinstance(each, (c.EmitFrame, c.RecordEvent)) for each in self.run.commands[:num_commands])
 
     def _is_waiting_for_workers(self) -> bool:
         return isinstance(self.run.machine.state, Preparing) and self.num_answered < self.num_prepared
@@ -559,7 +620,7 @@ class RunFuzz(RuleBasedStateMachine):
             self._note_uneven_saves()
         if rank.saves_first:
             rank.unscored = call
-        rank.event_queue.append(saved(call, rank.num_reports))
+        rank.event_queue.append(self.steps.save(self.attempts[-1].entered, rank, call))
         if rank.number == 0 and self.stored_every:
             rank.event_queue.append(e.PartHeld(call, 10))
         number = self.attempts[-1].entered.first_number + call
@@ -589,11 +650,15 @@ class RunFuzz(RuleBasedStateMachine):
         self._check()
 
     def _answer(self, succeeds: bool) -> None:
-        manifest = self.in_flight.pop(0).manifest
+        commit = self.in_flight.pop(0)
+        manifest, place = commit.manifest, [command for _, command in self.unwritten].index(commit)
+        self._write(place)
         if succeeds:
+            self._write(1)
             self.on_storage[manifest.number] = manifest.iteration
             self.run.feed(c.CheckpointCommitted(manifest))
         else:
+            self.unwritten.popleft()
             self.happened.add("write failed")
             self.run.feed(c.CommitFailed(manifest.number, "disk full"))
         self._check()

@@ -40,7 +40,7 @@ FOUND: dict[str, list[Call]] = {
         ("all_events_arrive", {"backwards": False}),
         ("workers_are_ready", {"size": 2, "luck": 3}),
         ("memory_is_written", {"succeeds": True}),
-        ("the_controller_dies", {"luck": 0, "is_written": True}),
+        ("the_controller_dies", {"luck": 0, "num_written": 1, "flushed": 1.0}),
     ],
     "the number of a checkpoint that was lost while it was written from memory was given to another one": [
         begin(num_ranks=1, max_failures=2, is_elastic=False, stored_every=3),

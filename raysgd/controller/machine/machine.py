@@ -93,7 +93,7 @@ class RunMachine:
                 self._on_event(given)
             case c.ReportsReceived():
                 if self.accepts(given.attempt):
-                    self.checkpoints.on_reports(given.rank, given.num_reports)
+                    self.checkpoints.on_reports(given.rank, given.num_reports, given.closings)
             case c.MetricsMissing():
                 self._lifecycle.on_metrics_missing(given)
             case c.StreamEnded():
@@ -145,7 +145,7 @@ class RunMachine:
         if running is None:
             return  # events of older attempts are refused
         match event:
-            case e.Saved() | e.PartSafe() | e.PartHeld() | e.HoldFailed() | e.Scored():
+            case e.Saved() | e.PartSafe() | e.PartHeld() | e.HoldFailed():
                 self._end_if_misused(running, self.checkpoints.on_event(rank, event))
             case e.PartFailed():
                 number = self.checkpoints.number_of(event.call)

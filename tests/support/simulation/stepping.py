@@ -69,7 +69,7 @@ class SimulatedRun:
         """Restart the controller's process; the commands so far are kept."""
         self._plan = replace(self._plan, previous=past)
         self._timers.clear()
-        self._num_answered = len([command for command in self.all_of(c.CommitCheckpoint) if not command.amend])
+        self._num_answered = len(self.all_of(c.CommitCheckpoint))
         self._begin()
 
     def _begin(self) -> None:
@@ -99,9 +99,12 @@ class SimulatedRun:
             if not isinstance(event, e.Reports):
                 commands += self.feed(c.EventReceived(rank, given, event))
             elif self.machine.accepts(given):
-                data = {"first": event.first, "count": event.count}
+                number_of = self.machine.checkpoints.number_of
+                closes = [[index, number_of(call)] for index, call in event.closes]
+                data = {"first": event.first, "count": event.count, "closes": closes}
                 commands += self._keep([c.EmitFrame(frames.REPORTS, given, rank, data, event.rows)])
-                commands += self.feed(c.ReportsReceived(rank, given, event.first + event.count))
+                closings = frames.closings_of(data, event.rows)
+                commands += self.feed(c.ReportsReceived(rank, given, event.first + event.count, closings))
         return commands
 
     def end_stream(self, rank: int, died: str | None = None, *, attempt: int | None = None) -> list[c.Command]:
@@ -146,7 +149,7 @@ class SimulatedRun:
 
     def unanswered(self) -> list[c.CommitCheckpoint]:
         """Return the commits since the last call; the caller answers them."""
-        commits = [command for command in self.all_of(c.CommitCheckpoint) if not command.amend]
+        commits = self.all_of(c.CommitCheckpoint)
         new, self._num_answered = commits[self._num_answered :], len(commits)
         return new
 
