@@ -17,7 +17,9 @@ from raysgd.controller.states import Paused, Preparing
 from raysgd.result import Result
 from raysgd.session import events as e
 from raysgd.testing.history import find_violations
+from support.run_outcome import check_outcome
 from support.schedules import action, beginning
+from support.simulated_storage import SimulatedStorage
 from support.simulated_workers import GONE, SimulatedAttempt, SimulatedRank
 from support.simulation import (
     RETURNED,
@@ -86,12 +88,8 @@ class RunFuzz(RuleBasedStateMachine):
         self.in_flight: list[c.CommitCheckpoint] = []
         self.numbers: list[int] = []  # of all commits, in order
         self.steps = StepLog()
-        self.unwritten: deque[tuple[int, c.Command]] = (
-            deque()
-        )  # to storage, with the length of the journal at that time
-        self.num_flushed = 0  # frames of the journal that are on storage, at least
+        self.storage = SimulatedStorage()
         self.num_lost = 0  # failures that are in no file
-        self.files: dict[int, Manifest] = {}  # the checkpoints on storage
         self.on_storage: dict[int, int] = {}  # iteration by number
         self.amended: set[int] = set()
         self.happened: set[str] = set()
@@ -258,6 +256,7 @@ class RunFuzz(RuleBasedStateMachine):
     @action(by_s=(-86400.0, -2.0, 2.0, 86400.0))
     def the_clock_is_corrected(self, by_s: float) -> None:
         self.run.clock_error_s += by_s
+        self.run.was_clock_corrected = True
 
     @action(cancel=(False, True), luck=range(8))
     def a_user_stops_the_run(self, cancel: bool, luck: int) -> None:
@@ -293,10 +292,10 @@ class RunFuzz(RuleBasedStateMachine):
             return
         self.happened.add("died")
         self.should_pause = False
-        self._write(min(num_written, len(self.unwritten)))
-        self._lose_journal(flushed)
-        self.unwritten.clear()
-        self.on_storage = {number: manifest.iteration for number, manifest in self.files.items()}
+        self.storage.write(num_written)
+        for command in self.storage.die(self.run, flushed):
+            self.num_lost += isinstance(command, c.RecordEvent) and command.kind in _COUNTED
+        self.num_checked = len(self.run.commands)
         self.in_flight, self.storing, self.held = [], [], None
         for attempt in self.attempts:
             attempt.gone = {rank.number for rank in attempt.ranks}
@@ -307,10 +306,9 @@ class RunFuzz(RuleBasedStateMachine):
                 rank.unwritten.clear()
         if self.attempts:
             self.attempts[-1].is_entered = True  # nothing shows that no rank entered
-        past = previous_state_of(self.run, self.files.values())
-        for manifest in past.manifests:
-            self.files[manifest.number] = replace(manifest, parts={})
-            self.on_storage[manifest.number] = manifest.iteration
+        past = previous_state_of(self.run, self.storage.checkpoints.values())
+        self.storage.checkpoints = {manifest.number: manifest for manifest in past.manifests}
+        self.on_storage = {manifest.number: manifest.iteration for manifest in past.manifests}
         if self.attempts:  # the number of the last attempt is not in the journal alone
             entered = self.attempts[-1].entered
             past = past.up_to(
@@ -319,28 +317,6 @@ class RunFuzz(RuleBasedStateMachine):
         # Parts of uncommitted checkpoints stay on storage, so that their numbers are known.
         self.run.restart(replace(past, last_number=max([past.last_number, *self.numbers])))
         self._check()
-
-    def _write(self, count: int) -> None:
-        """Make the oldest writes to storage. The journal is flushed before each, except before deletions."""
-        for _ in range(count):
-            length, command = self.unwritten.popleft()
-            if isinstance(command, c.DeleteCheckpoint):
-                self.files.pop(command.number, None)
-                continue
-            self.num_flushed = max(self.num_flushed, length)
-            assert isinstance(command, (c.CommitCheckpoint, c.WriteRound))
-            if isinstance(command, c.CommitCheckpoint) or command.manifest.number in self.files:
-                self.files[command.manifest.number] = command.manifest
-
-    def _lose_journal(self, flushed: float) -> None:
-        """Remove the end of the journal, which the controller had not written."""
-        journal = [command for command in self.run.commands if isinstance(command, (c.EmitFrame, c.RecordEvent))]
-        length = self.num_flushed + int(flushed * (len(journal) - self.num_flushed))
-        lost = {id(command) for command in journal[length:]}
-        for command in journal[length:]:
-            self.num_lost += isinstance(command, c.RecordEvent) and command.kind in _COUNTED
-        self.run.commands[:] = [command for command in self.run.commands if id(command) not in lost]
-        self.num_checked, self.num_flushed = len(self.run.commands), length
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -353,9 +329,11 @@ class RunFuzz(RuleBasedStateMachine):
                 break
             self._complete_next()
         assert self.run.is_closed, f"still {self.run.machine.state}"
-        self._check_outcome()
-        self._write(len(self.unwritten))
-        history = history_of(self.run, max_failures=self.max_failures, on_storage=self.files.values())
+        last = self.attempts[-1] if self.attempts else None
+        check_outcome(self.run, last, happened=self.happened, max_failures=self.max_failures)
+        self.storage.write()
+        stored = self.storage.checkpoints.values()
+        history = history_of(self.run, max_failures=self.max_failures, on_storage=stored)
         violations = find_violations(history)
         assert not violations, violations
         self.steps.check(history)
@@ -378,33 +356,6 @@ class RunFuzz(RuleBasedStateMachine):
                 rank.leave(e.Ended() if rank.was_ended else RETURNED)
         else:
             self.much_time_passes()
-
-    def _check_outcome(self) -> None:
-        outcome, last = self.run.outcome, self.attempts[-1] if self.attempts else None
-        assert outcome is not None
-        if outcome.kind == "done":
-            assert last is not None and last.returned == {rank.number for rank in last.ranks}
-            assert not (last.preempted and last.saw_stop)
-        elif outcome.kind in ("stopped", "cancelled"):
-            assert outcome.kind in self.happened or "ended" in self.happened
-        elif outcome.failed is not None:
-            assert last is not None and outcome.rank is not None
-            assert last.raised[outcome.rank] == outcome.failed
-            self._check_cause(last, outcome.failed)
-            num_failures = self.max_failures + 1 if outcome.failed.can_retry else 0
-            assert outcome.failures == num_failures
-        elif outcome.error_type == "WorkerDiedError":
-            assert len(self.run.events("failure")) == self.max_failures + 1 == outcome.failures
-        else:
-            needed = {"StorageError": "write failed", "CheckpointError": "one-sided", "InfeasibleError": "infeasible"}
-            assert needed[outcome.error_type or ""] in self.happened
-        if not self.happened:
-            assert outcome.kind == "done"
-
-    def _check_cause(self, last: SimulatedAttempt, cause: e.Failed) -> None:
-        own = [error for error in last.raised.values() if not error.in_collective and not error.in_setup]
-        assert cause.in_collective is False or not own
-        assert not own or cause is own[0] or self.run.clock_error_s  # in order of arrival, where times can be compared
 
     # -- checks of each command ---------------------------------------------------------------------------------------
 
@@ -510,7 +461,7 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _check_CommitCheckpoint(self, command: c.CommitCheckpoint) -> None:  # noqa: N802
         attempt, number = self.attempts[-1], command.manifest.number
-        self._queue(command)
+        self.storage.request(self.run, command)
         if number in self.from_memory:
             self.in_flight.append(command)
             return
@@ -534,10 +485,10 @@ class RunFuzz(RuleBasedStateMachine):
         self.amended.add(number)
         self.on_storage[number] += 1
         assert command.manifest.iteration == self.on_storage[number]
-        self._queue(command)
+        self.storage.request(self.run, command)
 
     def _check_PublishOutcome(self, command: c.PublishOutcome) -> None:  # noqa: N802
-        self.num_flushed = self._length_of_journal(self.run.commands.index(command))
+        self.storage.flush_until(self.run, command)
 
     def _check_KeepInMemory(self, command: c.KeepInMemory) -> None:  # noqa: N802
         assert self.held is None or command.number > self.held.number
@@ -551,7 +502,7 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _check_DeleteCheckpoint(self, command: c.DeleteCheckpoint) -> None:  # noqa: N802
         assert command.number in self.on_storage and command.number != max(self.on_storage)
-        self._queue(command)
+        self.storage.request(self.run, command)
         del self.on_storage[command.number]
         assert self.num_to_keep is not None and len(self.on_storage) >= self.num_to_keep
 
@@ -567,13 +518,6 @@ class RunFuzz(RuleBasedStateMachine):
             before = result
 
     # -- helpers ------------------------------------------------------------------------------------------------------
-
-    def _queue(self, command: c.Command) -> None:
-        self.unwritten.append((self._length_of_journal(len(self.run.commands)), command))
-
-    def _length_of_journal(self, num_commands: int) -> int:
-        """Return the number of frames that the journal has after some commands."""
-        return sum(isinstance(each, (c.EmitFrame, c.RecordEvent)) for each in self.run.commands[:num_commands])
 
     def _is_waiting_for_workers(self) -> bool:
         return isinstance(self.run.machine.state, Preparing) and self.num_answered < self.num_prepared
@@ -651,14 +595,12 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _answer(self, succeeds: bool) -> None:
         commit = self.in_flight.pop(0)
-        manifest, place = commit.manifest, [command for _, command in self.unwritten].index(commit)
-        self._write(place)
+        manifest = commit.manifest
+        self.storage.answer(commit, succeeds=succeeds)
         if succeeds:
-            self._write(1)
             self.on_storage[manifest.number] = manifest.iteration
             self.run.feed(c.CheckpointCommitted(manifest))
         else:
-            self.unwritten.popleft()
             self.happened.add("write failed")
             self.run.feed(c.CommitFailed(manifest.number, "disk full"))
         self._check()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from itertools import pairwise
 from typing import Any
 
 from raysgd.controller import commands as c
 from raysgd.controller import frames
+from raysgd.controller.frames import Frame
 from raysgd.session import events as e
 from raysgd.testing.record import History
 from raysgd.trainer.run_folder import merge_results
@@ -22,6 +24,7 @@ class StepLog:
 
     def __init__(self) -> None:
         self._before: dict[int, int] = {}  # by attempt, the steps before it
+        self._starts: dict[int, int] = {}  # by attempt, the checkpoint that it starts from; 0: none
         self._saved: dict[
             int, tuple[int, int, bool]
         ] = {}  # by checkpoint: steps and reports before, whether it comes first
@@ -30,6 +33,7 @@ class StepLog:
     def begin(self, entered: c.StartAttempt) -> None:
         """An attempt begins."""
         start = entered.start
+        self._starts[entered.attempt] = start.number
         self._before[entered.attempt] = self.steps_until(start.number) if start.number else start.iteration
         for number in [number for number in self._saved if number >= entered.first_number]:
             del self._saved[number]  # a number that no checkpoint was made of is used again
@@ -72,27 +76,29 @@ class StepLog:
 
     def _needed(self, history: History) -> set[int]:
         """Return the steps whose reports are on storage, and which no later attempt made again."""
-        needed: set[int] = set()
-        kept = {f.attempt: f.data["keep_rounds"] for f in history.frames if f.kind == frames.ATTEMPT_END}
-        open_ones: set[int] = set()
+        made: list[Frame] = []
+        kept: dict[int, int | None] = {}
         for frame in history.frames:
-            if frame.kind == frames.ATTEMPT:
-                open_ones.add(frame.attempt)
-            elif frame.kind == frames.ATTEMPT_END:
-                open_ones.discard(frame.attempt)
-            elif frame.kind == frames.REPORTS and frame.attempt in open_ones:
-                first = self._before[frame.attempt] + frame.data["first"]
-                later = [before for attempt, before in self._before.items() if attempt > frame.attempt]
-                if (
-                    not later and (keep := kept.get(frame.attempt)) is not None
-                ):  # rounds that some ranks made are left out
-                    later = [self._before[frame.attempt] + keep]
-                needed |= {
-                    step
-                    for step in range(first + 1, first + frame.data["count"] + 1)
-                    if step <= min(later, default=step)
-                }
+            if frame.kind == frames.ATTEMPT_END:
+                kept.setdefault(frame.attempt, frame.data["keep_rounds"])
+            elif frame.kind == frames.REPORTS and frame.attempt not in kept:
+                made.append(frame)
+        known = {(number, report) for frame in made for report, number in frame.data["closes"]}
+        needed: set[int] = set()
+        for frame in made:
+            first, count = self._before[frame.attempt] + frame.data["first"], frame.data["count"]
+            limits = [self._limit(attempt, known) for attempt in self._before if attempt > frame.attempt]
+            if not limits and (keep := kept.get(frame.attempt)) is not None:  # rounds that some ranks made are left out
+                limits = [self._before[frame.attempt] + keep]
+            needed |= {step for step in range(first + 1, first + count + 1) if step <= min(limits, default=step)}
         return needed
+
+    def _limit(self, attempt: int, known: Set[tuple[int, int]]) -> int:
+        """Return the step up to which the reports before an attempt count; the last one may be in no file."""
+        start = self._starts[attempt]
+        _, num_reports, saves_first = self._saved.get(start, (0, 0, False))
+        is_lost = saves_first and (start, num_reports) in self._closed - known
+        return self._before[attempt] - is_lost
 
     def _check_score(self, history: History, number: int, manifest: Any) -> None:
         before, num_reports, saves_first = self._saved[number]

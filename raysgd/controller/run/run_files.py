@@ -102,6 +102,7 @@ class RunFiles:
     async def commit(self, manifest: Manifest) -> None:
         """Write a checkpoint's manifest. Raises: as `write_round`."""
         await self._write(self.store.commit, manifest)
+        await self._update_links(manifest)
 
     async def write_round(self, manifest: Manifest) -> None:
         """Write the round of a checkpoint that was saved before it.
@@ -110,17 +111,21 @@ class RunFiles:
             Exception: It could not be written.
         """
         await self._write(self.store.write_round, manifest)
+        await self._update_links(manifest)
 
-    async def _write(self, write: Callable[[Manifest], Any], manifest: Manifest) -> None:
-        await self._flush(self._writer)  # first the reports before it: a resumed run does not make them again
-        await self._in_writer(write, manifest)
+    async def _write(self, write: Callable[[Any], Any], what: Any) -> None:
+        """Change a checkpoint on storage, after the journal has what came before: the next controller knows what was done."""
+        await self._flush(self._writer)  # also reports: a resumed run does not make them again
+        await self._in_writer(write, what)
+
+    async def _update_links(self, manifest: Manifest) -> None:
         if self._links is not None:
             await self._in_writer(self._change_links, self._links.update, manifest)
 
     def delete(self, numbers: Iterable[int]) -> None:
         """Delete checkpoints, after the writes that were requested before."""
         for number in numbers:
-            task = asyncio.get_running_loop().create_task(self._in_writer(self.store.delete, number))
+            task = asyncio.get_running_loop().create_task(self._write(self.store.delete, number))
             self._deleting.add(task)  # the loop holds tasks weakly
             task.add_done_callback(self._deleting.discard)
 

@@ -12,12 +12,14 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.machine.lifecycle import GATHER_S
 from raysgd.controller.machine.machine import RunMachine
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
 from raysgd.controller.states import Closed, Outcome
 from raysgd.session import events as e
 from support.simulation.events import RETURNED, part, saved
+
+#: Promised numbers, written out.
+GATHER_S = 0.05
 
 C = TypeVar("C", bound=c.Command)
 
@@ -33,6 +35,7 @@ class SimulatedRun:
     Attributes:
         now: The time by which timers fire.
         clock_error_s: By how much the machine's clock is ahead of it, as after a correction of the node's clock.
+        was_clock_corrected: Times before and after a correction cannot be compared.
         commands: All commands, in order.
     """
 
@@ -49,6 +52,7 @@ class SimulatedRun:
     ) -> None:
         self.now = 1000.0
         self.clock_error_s = 0.0
+        self.was_clock_corrected = False
         self.commands: list[c.Command] = []
         self.num_ranks = num_ranks
         self.attempt = 0
