@@ -9,7 +9,6 @@ import pytest
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
-from raysgd.controller.machine.lifecycle import EXPLAIN_S, GATHER_S
 from raysgd.controller.rounds import RoundMerger
 from raysgd.controller.run_plan import Start
 from raysgd.controller.states import Closing, Ending, Preparing, has_succeeded
@@ -28,6 +27,10 @@ from support.simulation import (
     scoring,
     uri_of,
 )
+
+#: Promised numbers, written out.
+EXPLAIN_S = 5.0
+GATHER_S = 0.05
 
 # -- stopping ----------------------------------------------------------------------------------------------------------
 
