@@ -6,7 +6,7 @@ ARGS ?=
 JOBS ?= 2
 # The areas of `make test-rest`: all of them, unless given.
 AREA ?=
-# Seconds of `make soak`, which are shared by its four kinds of runs.
+# Seconds of `make soak`, which are shared by its five kinds of runs.
 SOAK_S ?= 1200
 # The gate's minutes include its set-up.
 BEGAN := $(shell date +%s)
@@ -88,7 +88,7 @@ loops: $(TEST)  ## A thousand loops of users with the engine, against the plain 
 	@RAYSGD_LOOPS=1000 RAYSGD_LOOPS_SEED=$(BEGAN) $(BIN)/python -m pytest -q tests/integration/test_engine_loops.py $(ARGS)
 
 soak: $(HOROVOD)  ## Kill and stop the processes of real runs at random times, and check what they leave (SOAK_S=1200 seconds)
-	@RAYSGD_FUZZ_S=$$(($(SOAK_S) / 4)) $(BIN)/python -m pytest -n0 -s -o timeout=0 tests/fault/test_process_fuzz.py $(ARGS)
+	@RAYSGD_FUZZ_S=$$(($(SOAK_S) / 5)) $(BIN)/python -m pytest -n0 -s -o timeout=0 tests/fault/test_process_fuzz.py $(ARGS)
 
 matrix: $(TEST)  ## Every combination of the engine's strategies against the plain loop (an hour)
 	@RAYSGD_MATRIX=all RAYSGD_MATRIX_PAGE=doc/benchmarks/matrix.md $(BIN)/python -m pytest -q tests/integration/test_engine_matrix.py::test_losses_and_parameters_are_those_of_the_plain_loop $(ARGS)

@@ -9,11 +9,16 @@ import pytest
 
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
-from raysgd.controller.machine.lifecycle import SAVE_POINT_GRACE_S
-from raysgd.controller.machine.regrouping import AGAIN_S, GROWS, REACH_S
-from raysgd.controller.policies.scaling import MIN_PAUSE_S, SETTLE_S
+from raysgd.controller.machine.regrouping import GROWS
 from raysgd.session import events as e
 from support.simulation import SimulatedRun, finish, kill, part, running, saved, uri_of
+
+#: Promised numbers, written out.
+SAVE_POINT_GRACE_S = 30.0
+AGAIN_S = 1.0
+REACH_S = 2.0
+MIN_PAUSE_S = 10.0
+SETTLE_S = 1.0
 
 
 def run_before_save_point(num_ranks: int = 2, **settings: Any) -> SimulatedRun:

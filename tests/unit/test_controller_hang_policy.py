@@ -6,10 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.controller.policies import hang as hang_policy
-from raysgd.controller.policies.hang import AUTO_FACTOR, AUTO_MIN_S, Hang, HangPolicy, blame
+from raysgd.controller.policies.hang import Hang, HangPolicy, blame
 from raysgd.session.progress import Heartbeat, Progress
 from raysgd.workers.liveness.silence import BUSY_SHARE
 from support.project import ROOT
+
+#: Promised numbers, written out.
+AUTO_FACTOR = 10.0
+AUTO_MIN_S = 60.0
 
 TIMEOUT_S = 10.0
 

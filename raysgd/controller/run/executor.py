@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections import deque
@@ -89,7 +90,9 @@ class Run:
         self._begins = begins
         self._observe = observe
         self._saving_since: dict[int, float] = {}
-        self._previous = previous = self._files.previous(last_attempt) if is_resumed else PreviousState()
+        self._previous = previous = (
+            self._files.previous(request.reduce, last_attempt) if is_resumed else PreviousState()
+        )
         self._info = dataclasses.replace(info, started_s=previous.started_s or time.time())
         if previous.bound_size is not None:
             group.expect(previous.bound_size)
@@ -331,7 +334,9 @@ class Run:
                 timer = c.TimerFired(command.timer, command.serial)
                 asyncio.get_running_loop().call_later(command.delay_s, self._feed, timer)
             case c.CommitCheckpoint():
-                self._spawn(self._commit(command))
+                self._spawn(self._commit(command.manifest))
+            case c.WriteRound():
+                self._spawn(self._write_round(command.manifest))
             case c.KeepInMemory():
                 self._held.keep(command.number)
             case c.StoreFromMemory():
@@ -463,9 +468,12 @@ class Run:
     def _pass_on(self, rank: int, attempt: int, reports: e.Reports) -> None:
         """Send reports to readers as the worker encoded them. The state machine gets only their number."""
         if self._machine.accepts(attempt):
-            data = {"first": reports.first, "count": reports.count}
+            data: dict[str, Any] = {"first": reports.first, "count": reports.count}
+            if reports.closes:
+                data["closes"] = [[index, self._machine.checkpoints.number_of(call)] for index, call in reports.closes]
             self.log.append(lambda seq: Frame(seq, frames.REPORTS, attempt, rank, data, reports.rows))
-            self._feed(c.ReportsReceived(rank, attempt, reports.first + reports.count))
+            closings = frames.closings_of(data, reports.rows)
+            self._feed(c.ReportsReceived(rank, attempt, reports.first + reports.count, closings))
             if self._awaited.missing:
                 self._awaited.feed(reports.rows)
                 self._update_missing()
@@ -484,17 +492,18 @@ class Run:
             given = c.MemoryCopyNotStored(manifest.number, f"{type(error).__name__}: {error}")
         self._feed(given)
 
-    async def _commit(self, command: c.CommitCheckpoint) -> None:
-        manifest = command.manifest
+    async def _commit(self, manifest: Manifest) -> None:
         try:
-            await self._files.commit(manifest, amend=command.amend)
+            await self._files.commit(manifest)
         except Exception as error:
-            if not command.amend:
-                self._feed(c.CommitFailed(manifest.number, f"{type(error).__name__}: {error}"))
+            self._feed(c.CommitFailed(manifest.number, f"{type(error).__name__}: {error}"))
             return
-        if not command.amend:
-            self._files.delete(self._reads.on_committed(manifest.number))
-            self._feed(c.CheckpointCommitted(manifest))
+        self._files.delete(self._reads.on_committed(manifest.number))
+        self._feed(c.CheckpointCommitted(manifest))
+
+    async def _write_round(self, manifest: Manifest) -> None:
+        with contextlib.suppress(Exception):  # the journal has it, and the checkpoint may be deleted
+            await self._files.write_round(manifest)
 
     def _publish_late_error(self, failed: e.Failed | None) -> None:
         """Publish an error after a success: a critical callback failed once training had ended."""
