@@ -111,7 +111,7 @@ class _Finder(ast.NodeVisitor):
         old = " ".join(self._source[start:end].decode().split())
         self.found.append(Mutant(self._path, node.lineno, self._scope, start, end, text, f"`{old}` -> `{text}`"))
 
-    def visit_FunctionDef(self, node: Any) -> None:  # noqa: N802
+    def visit_FunctionDef(self, node: Any) -> None:
         for default in (*node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)):
             self.visit(default)
         before, self._scope = self._scope, (node.body[0].lineno, node.end_lineno)
@@ -121,25 +121,25 @@ class _Finder(ast.NodeVisitor):
 
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:  # noqa: N802
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
             self.visit(node.value)
 
-    def visit_Assert(self, node: ast.Assert) -> None:  # noqa: N802
+    def visit_Assert(self, node: ast.Assert) -> None:
         pass
 
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:  # noqa: N802
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         pass
 
-    def visit_If(self, node: ast.If) -> None:  # noqa: N802
+    def visit_If(self, node: ast.If) -> None:
         if "TYPE_CHECKING" not in ast.unparse(node.test):
             self._negate(node.test)
             self.generic_visit(node)
 
-    def visit_While(self, node: ast.While) -> None:  # noqa: N802
+    def visit_While(self, node: ast.While) -> None:
         self.generic_visit(node)
 
-    def visit_IfExp(self, node: ast.IfExp) -> None:  # noqa: N802
+    def visit_IfExp(self, node: ast.IfExp) -> None:
         self._negate(node.test)
         self.generic_visit(node)
 
@@ -147,22 +147,22 @@ class _Finder(ast.NodeVisitor):
         if isinstance(test, (ast.Name, ast.Attribute, ast.Call)):
             self._add(test, ast.UnaryOp(ast.Not(), test))
 
-    def visit_Compare(self, node: ast.Compare) -> None:  # noqa: N802
+    def visit_Compare(self, node: ast.Compare) -> None:
         for number, operator in enumerate(node.ops):
             changed = [*node.ops[:number], _COMPARISONS[type(operator)](), *node.ops[number + 1 :]]
             self._add(node, ast.Compare(node.left, changed, node.comparators))
         self.generic_visit(node)
 
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:  # noqa: N802
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
         self._add(node, ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values))
         self.generic_visit(node)
 
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:  # noqa: N802
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         if isinstance(node.op, (ast.Not, ast.USub)):
             self._add(node, node.operand)
         self.generic_visit(node)
 
-    def visit_BinOp(self, node: ast.BinOp) -> None:  # noqa: N802
+    def visit_BinOp(self, node: ast.BinOp) -> None:
         is_text = any(
             isinstance(each, ast.JoinedStr) or (isinstance(each, ast.Constant) and isinstance(each.value, (str, bytes)))
             for each in ast.walk(node)
@@ -171,7 +171,7 @@ class _Finder(ast.NodeVisitor):
             self._add(node, ast.BinOp(node.left, _ARITHMETIC[type(node.op)](), node.right))
         self.generic_visit(node)
 
-    def visit_Constant(self, node: ast.Constant) -> None:  # noqa: N802
+    def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, bool):
             self._add(node, str(not node.value))
         elif isinstance(node.value, int):
@@ -179,7 +179,7 @@ class _Finder(ast.NodeVisitor):
         elif isinstance(node.value, float):
             self._add(node, str(node.value * 2 if node.value else 1.0))
 
-    def visit_Call(self, node: ast.Call) -> None:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> None:
         name = node.func.id if isinstance(node.func, ast.Name) else None
         if name in _CALLS:
             self._add(node.func, _CALLS[name])
@@ -189,30 +189,30 @@ class _Finder(ast.NodeVisitor):
             self._add(node, node.func.value)
         self.generic_visit(node)
 
-    def visit_Expr(self, node: ast.Expr) -> None:  # noqa: N802
+    def visit_Expr(self, node: ast.Expr) -> None:
         call = node.value.value if isinstance(node.value, ast.Await) else node.value
         if isinstance(call, ast.Call):
             self._add(node, "pass")
             self.generic_visit(node)
 
-    def visit_Assign(self, node: ast.Assign) -> None:  # noqa: N802
+    def visit_Assign(self, node: ast.Assign) -> None:
         if self._scope != (0, 0) and any(isinstance(each, (ast.Attribute, ast.Subscript)) for each in node.targets):
             self._add(node, "pass")
         self.visit(node.value)
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:  # noqa: N802
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self._add(node, "pass")
         self.generic_visit(node)
 
-    def visit_Raise(self, node: ast.Raise) -> None:  # noqa: N802
+    def visit_Raise(self, node: ast.Raise) -> None:
         self._add(node, "pass")  # numbers in messages are left as they are
 
-    def visit_Return(self, node: ast.Return) -> None:  # noqa: N802
+    def visit_Return(self, node: ast.Return) -> None:
         if node.value is not None and not (isinstance(node.value, ast.Constant) and node.value.value is None):
             self._add(node, "return None")
         self.generic_visit(node)
 
-    def visit_Continue(self, node: ast.Continue) -> None:  # noqa: N802
+    def visit_Continue(self, node: ast.Continue) -> None:
         self._add(node, "pass")
 
     visit_Break = visit_Continue  # noqa: N815
@@ -280,8 +280,8 @@ def _digest(*paths: Path) -> str:
 
 
 def record(folder: str, patience_s: float) -> dict[str, Any]:
-    """Return the tests that cover a folder: the lines that each executes, and its duration. Kept until a file changes."""
-    shared = _digest(*sorted((ROOT / "raysgd").rglob("*.py")), *sorted((ROOT / "tests" / "support").rglob("*.py")))
+    """Return the tests that cover a folder: the lines that each executes, and its duration. Kept until one of the files changes."""
+    shared = _digest(*files_of(folder), *sorted((ROOT / "tests" / "support").rglob("*.py")))
     names = [each for pattern in FOLDERS[folder][0].split() for each in (ROOT / "tests/unit").glob(f"{pattern}.py")]
     kept = BUILD / "lines" / folder.replace("/", ".")
     kept.mkdir(parents=True, exist_ok=True)
@@ -317,13 +317,22 @@ def tests_of(mutant: Mutant, tests: dict[str, Any]) -> list[str]:
     covering = {name for name, test in tests.items() if is_covering(test["lines"].get(mutant.path, []))}
     if not covering and last:  # a line that has no event of its own, such as the second line of an expression
         nearest = max(
-            (number for test in tests.values() for number in test["lines"].get(mutant.path, []) if first <= number < mutant.line),
+            (
+                number
+                for test in tests.values()
+                for number in test["lines"].get(mutant.path, [])
+                if first <= number < mutant.line
+            ),
             default=None,
         )
         covering = {name for name, test in tests.items() if nearest in test["lines"].get(mutant.path, [])}
     if not last:  # what imports the module may use a constant of it, and execute no line of it
         dotted = mutant.path.removesuffix(".py").replace("/", ".")
-        users = {path.relative_to(ROOT).as_posix() for path in files_of("raysgd") if f"from {dotted} import" in path.read_text()}
+        users = {
+            path.relative_to(ROOT).as_posix()
+            for path in files_of("raysgd")
+            if f"from {dotted} import" in path.read_text()
+        }
         covering |= {name for name, test in tests.items() if users & test["lines"].keys()}
     chosen, total_s = [], 0.0
     for name in sorted(covering, key=lambda name: tests[name]["duration_s"]):
@@ -430,7 +439,9 @@ def run_mutant(mutant: Mutant, tests: list[str], patience_s: float) -> str:
 def kept_survivors() -> set[str]:
     """Return the survivors that the page of the decision lists with why, without the numbers of their lines."""
     text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    return {f"{path} {what}" for path, what in re.findall(r"^\| `([\w/.]+)` \| (`.*?` -> `.*?`) \|", text, re.MULTILINE)}
+    return {
+        f"{path} {what}" for path, what in re.findall(r"^\| `([\w/.]+)` \| (`.*?` -> `.*?`) \|", text, re.MULTILINE)
+    }
 
 
 def check_folder(folder: str, arguments: argparse.Namespace, until: float) -> bool:
@@ -480,7 +491,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--skip", type=int, default=0, help="mutants of the sample that ran before")
     parser.add_argument("--only", help="all mutants of a file, or of a line of it: gradients.py:80")
-    parser.add_argument("--ranks", action="store_true", help="run tests with rank processes on what unit tests do not notice")
+    parser.add_argument(
+        "--ranks", action="store_true", help="run tests with rank processes on what unit tests do not notice"
+    )
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="start no mutant after this many seconds")
     parser.add_argument("--verbose", action="store_true", help="list what was killed too, and by which test")
     arguments = parser.parse_args()
@@ -491,7 +504,8 @@ def main() -> int:
     for name in (*PRELOADED, *(("jax",) if any("pipeline" in each for each in folders) else ())):
         importlib.import_module(name)
     until = time.monotonic() + arguments.limit_s
-    return 0 if all([check_folder(each.rstrip("/"), arguments, until) for each in folders]) else 1
+    results = [check_folder(each.rstrip("/"), arguments, until) for each in folders]
+    return 0 if all(results) else 1
 
 
 if __name__ == "__main__":
