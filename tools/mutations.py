@@ -280,7 +280,10 @@ def _digest(*paths: Path) -> str:
 
 
 def record(folder: str, patience_s: float) -> dict[str, Any]:
-    """Return the tests that cover a folder: the lines that each executes, and its duration. Kept until one of the files changes."""
+    """Return the tests that cover a folder: the lines that each executes, and its duration.
+
+    What was recorded is kept until the folder, the test file or tests/support changes.
+    """
     shared = _digest(*files_of(folder), *sorted((ROOT / "tests" / "support").rglob("*.py")))
     names = [each for pattern in FOLDERS[folder][0].split() for each in (ROOT / "tests/unit").glob(f"{pattern}.py")]
     kept = BUILD / "lines" / folder.replace("/", ".")
@@ -423,7 +426,7 @@ def run_mutant(mutant: Mutant, tests: list[str], patience_s: float) -> str:
 
         def run() -> int:
             sys.path.insert(0, name)
-            os.environ["PYTHONPATH"] = os.pathsep.join([name, str(ROOT)])
+            os.environ["PYTHONPATH"] = os.pathsep.join((name, str(ROOT)))
             sys.dont_write_bytecode = True  # links have the files of the original, and their bytecode
             return _pytest(["-x", *tests], [_FirstFailure(failed)])
 
@@ -494,17 +497,27 @@ def main() -> int:
     parser.add_argument(
         "--ranks", action="store_true", help="run tests with rank processes on what unit tests do not notice"
     )
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="start no mutant after this many seconds")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=float("inf"),
+        help="seconds for all folders, each with its share, after which no mutant is started",
+    )
     parser.add_argument("--verbose", action="store_true", help="list what was killed too, and by which test")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    os.environ["PYTHONPATH"] = str(ROOT)
     BUILD.mkdir(parents=True, exist_ok=True)
     folders = arguments.folders or list(FOLDERS)
     for name in (*PRELOADED, *(("jax",) if any("pipeline" in each for each in folders) else ())):
         importlib.import_module(name)
-    until = time.monotonic() + arguments.limit_s
-    results = [check_folder(each.rstrip("/"), arguments, until) for each in folders]
+    began, share_s = time.monotonic(), arguments.limit_s / len(folders)
+    results = [
+        check_folder(folder.rstrip("/"), arguments, began + share_s * number)
+        for number, folder in enumerate(folders, 1)
+    ]
     return 0 if all(results) else 1
 
 
