@@ -49,7 +49,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
 }
 MAX_SURVIVORS = 0.1
 #: A mutant's tests take at most this long in the original, fastest first; the mutant itself may take PATIENCE times that.
-TESTS_S, PATIENCE, LEAST_S = 40.0, 5.0, 30.0
+TESTS_S, PATIENCE, LEAST_S = 15.0, 5.0, 30.0
 PRELOADED = ("torch", "torch.distributed.tensor", "ray", "pytest", "hypothesis", "pandas", "pyarrow", "pyarrow.fs")
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
