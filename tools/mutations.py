@@ -2,7 +2,7 @@
 
     python tools/mutations.py                                   # 100 mutants of each folder of FOLDERS: `make mutations`
     python tools/mutations.py raysgd/engine --sample 40 --seed 7
-    python tools/mutations.py raysgd/engine --only gradients.py:80 --ranks    # each mutant of a line; tests of rank processes too
+    python tools/mutations.py raysgd/engine --only gradients.py:80   # each mutant of a line
 
 First, each test file of a folder runs once, and the lines of the folder that each test executes are kept in build/mutations/.
 Then each mutant runs the tests that execute its line, in a process that is forked from one that has imported torch and Ray. The
@@ -37,15 +37,15 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "mutations"
 PAGE = ROOT / "doc" / "design" / "0054-mutations.md"
 
-#: The folders or modules, the unit tests that cover them, and tests with rank processes of torch for `--ranks`.
-FOLDERS: dict[str, tuple[str, str]] = {
-    "raysgd/engine": ("test_engine_*", "test_engine_loops test_engine_steps"),
-    "raysgd/declarative": ("test_declarative_* test_cli_train test_cli_plan", ""),
-    "raysgd/pipeline/worker": ("test_pipeline_* test_jax_*", ""),
-    "raysgd/controller/policies": ("test_controller_* test_config", ""),
-    "raysgd/controller/machine": ("test_controller_*", ""),
-    "raysgd/session": ("test_session_* test_torch_logical test_jax_logical", ""),
-    "raysgd/data/order": ("test_data_*", ""),
+#: The folders, and the unit tests that cover them.
+FOLDERS = {
+    "raysgd/engine": "test_engine_*",
+    "raysgd/declarative": "test_declarative_* test_cli_train test_cli_plan",
+    "raysgd/pipeline/worker": "test_pipeline_* test_jax_*",
+    "raysgd/controller/policies": "test_controller_* test_config",
+    "raysgd/controller/machine": "test_controller_*",
+    "raysgd/session": "test_session_* test_torch_logical test_jax_logical",
+    "raysgd/data/order": "test_data_*",
 }
 MAX_SURVIVORS = 0.1
 #: A mutant's tests take at most this long in the original, fastest first; the mutant itself may take PATIENCE times that.
@@ -285,7 +285,7 @@ def record(folder: str, patience_s: float) -> dict[str, Any]:
     What was recorded is kept until the folder, the test file or tests/support changes.
     """
     shared = _digest(*files_of(folder), *sorted((ROOT / "tests" / "support").rglob("*.py")))
-    names = [each for pattern in FOLDERS[folder][0].split() for each in (ROOT / "tests/unit").glob(f"{pattern}.py")]
+    names = [each for pattern in FOLDERS[folder].split() for each in (ROOT / "tests/unit").glob(f"{pattern}.py")]
     kept = BUILD / "lines" / folder.replace("/", ".")
     kept.mkdir(parents=True, exist_ok=True)
     tests: dict[str, Any] = {}
@@ -456,7 +456,6 @@ def check_folder(folder: str, arguments: argparse.Namespace, until: float) -> bo
         chosen = [each for each in mutants if each.path.endswith(file) and (not line or each.line == int(line))]
     else:
         chosen = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
-        chosen = chosen[arguments.skip :]
     kept, counts = kept_survivors(), defaultdict(int)
     for mutant in chosen:
         if time.monotonic() > until:
@@ -467,9 +466,6 @@ def check_folder(folder: str, arguments: argparse.Namespace, until: float) -> bo
         if names:
             expected_s = sum(tests[name]["duration_s"] for name in names)
             noticed = run_mutant(mutant, names, max(LEAST_S, PATIENCE * expected_s))
-        if not noticed and arguments.ranks and FOLDERS[folder][1]:
-            files = [f"tests/integration/{name}.py" for name in FOLDERS[folder][1].split()]
-            noticed = run_mutant(mutant, files, 600)
         if noticed:
             counts["killed"] += 1
             if arguments.verbose:
@@ -492,11 +488,7 @@ def main() -> int:
     parser.add_argument("folders", nargs="*", metavar="FOLDER", help="folders of FOLDERS; all of them if none is given")
     parser.add_argument("--sample", type=int, default=100, help="mutants of each folder")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
-    parser.add_argument("--skip", type=int, default=0, help="mutants of the sample that ran before")
     parser.add_argument("--only", help="all mutants of a file, or of a line of it: gradients.py:80")
-    parser.add_argument(
-        "--ranks", action="store_true", help="run tests with rank processes on what unit tests do not notice"
-    )
     parser.add_argument(
         "--limit-s",
         type=float,
