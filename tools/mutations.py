@@ -7,7 +7,7 @@
 First, each test file of a folder runs once, and the lines of the folder that each test executes are kept in build/mutations/.
 Then each mutant runs the tests that execute its line, in a process that is forked from one that has imported torch and Ray. The
 mutant is a copy of the package, made of links and one changed file, so that processes that the tests start import it too.
-The status is 1 if more than MAX_SURVIVORS of the mutants of a folder survive, without those of KEPT.
+The status is 1 if more than MAX_SURVIVORS of the mutants of a folder survive, without those that are kept.
 
 doc/design/0054-mutations.md says why this is not mutmut or cosmic-ray, and which survivors are kept.
 """
@@ -21,7 +21,6 @@ import importlib
 import json
 import os
 import random
-import re
 import signal
 import sys
 import tempfile
@@ -75,6 +74,7 @@ class Mutant:
         start: Where the changed text begins in the file, in bytes; `end` is where it ends.
         new: The new text.
         what: The change in words.
+        code: The line.
     """
 
     path: str
@@ -84,9 +84,14 @@ class Mutant:
     end: int
     new: str
     what: str
+    code: str
 
     def name(self) -> str:
         return f"{self.path}:{self.line}: {self.what}"
+
+    def row(self) -> str:
+        """Return the beginning of its row in the table of kept survivors, which does not change with the lines above it."""
+        return " | ".join((f"| `{self.path}`", f"`{self.code}`", self.what, "")).strip()
 
 
 # --------------------------------------------------------------------------------------------------------- mutants
@@ -109,7 +114,8 @@ class _Finder(ast.NodeVisitor):
         end = self._starts[node.end_lineno - 1] + node.end_col_offset
         text = new if isinstance(new, str) else f"({ast.unparse(new)})"
         old = " ".join(self._source[start:end].decode().split())
-        self.found.append(Mutant(self._path, node.lineno, self._scope, start, end, text, f"`{old}` -> `{text}`"))
+        what, code = f"`{old}` -> `{text}`", self._source.splitlines()[node.lineno - 1].decode().strip()
+        self.found.append(Mutant(self._path, node.lineno, self._scope, start, end, text, what, code))
 
     def visit_FunctionDef(self, node: Any) -> None:
         for default in (*node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)):
@@ -439,14 +445,6 @@ def run_mutant(mutant: Mutant, tests: list[str], patience_s: float) -> str:
 # ---------------------------------------------------------------------------------------------------------- report
 
 
-def kept_survivors() -> set[str]:
-    """Return the survivors that the page of the decision lists with why, without the numbers of their lines."""
-    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    return {
-        f"{path} {what}" for path, what in re.findall(r"^\| `([\w/.]+)` \| (`.*?` -> `.*?`) \|", text, re.MULTILINE)
-    }
-
-
 def check_folder(folder: str, arguments: argparse.Namespace, until: float) -> bool:
     """Run the mutants of a folder, and return whether few enough survive."""
     tests = record(folder, patience_s=600)
@@ -456,7 +454,8 @@ def check_folder(folder: str, arguments: argparse.Namespace, until: float) -> bo
         chosen = [each for each in mutants if each.path.endswith(file) and (not line or each.line == int(line))]
     else:
         chosen = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
-    kept, counts = kept_survivors(), defaultdict(int)
+    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    counts: dict[str, int] = defaultdict(int)
     for mutant in chosen:
         if time.monotonic() > until:
             break
@@ -470,7 +469,7 @@ def check_folder(folder: str, arguments: argparse.Namespace, until: float) -> bo
             counts["killed"] += 1
             if arguments.verbose:
                 print(f"killed    {mutant.name()}   by {noticed}", flush=True)
-        elif f"{mutant.path} {mutant.what.replace('|', '/')}" in kept:
+        elif mutant.row() in page:
             counts["kept"] += 1
         else:
             counts["survived"] += 1

@@ -72,6 +72,15 @@ def test_every_mutant_is_a_program(mutations: ModuleType) -> None:
         compile(source[: mutant.start] + mutant.new.encode() + source[mutant.end :], mutant.path, "exec")
 
 
+def test_kept_survivors_are_mutants(mutations: ModuleType) -> None:
+    rows = [line for line in mutations.PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `raysgd/")]
+    assert rows
+    for row in rows:
+        path = row.split("`")[1]
+        folder = next(each for each in mutations.FOLDERS if path.startswith(each))
+        assert any(row.startswith(each.row()) for each in mutations.find_mutants(folder)), row
+
+
 def test_changes_that_no_test_notices_are_listed(tmp_path: Path) -> None:
     for path, text in {"raysgd/session/limits.py": MODULE, "tests/unit/test_session_limits.py": TEST}.items():
         (tmp_path / path).parent.mkdir(parents=True)
