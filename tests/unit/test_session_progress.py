@@ -59,7 +59,7 @@ def test_idle_time_is_since_the_newest_call_and_the_longest_pause_between_two_ca
         (50, "report"),
         (7, "barrier"),
         (2, "report"),
-    ):  # the first 50 s are no pause between two calls
+    ):  # 50 s before the first call
         clock.now += seconds
         progress.mark(call)
     clock.now += 1
