@@ -43,7 +43,7 @@ FOLDERS = {
     "raysgd/pipeline/worker": "test_pipeline_* test_jax_*",
     "raysgd/controller/policies": "test_controller_* test_config",
     "raysgd/controller/machine": "test_controller_*",
-    "raysgd/session": "test_session_* test_torch_logical test_jax_logical",
+    "raysgd/session": "test_session_* test_torch_logical test_jax_logical test_cli_checkpoints",
     "raysgd/data/order": "test_data_*",
 }
 MAX_SURVIVORS = 0.1
