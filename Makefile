@@ -33,7 +33,7 @@ HOROVOD := $(VENV)/horovod.stamp
 DOC := $(VENV)/doc.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-rest test-all nightly slow schedules loops alone soak matrix lint format gpu bench bench-check bench-quick doc wheel horovod browser pin clean
+.PHONY: help train quick test test-rest test-all nightly slow schedules loops alone soak matrix mutations lint format gpu bench bench-check bench-quick doc wheel horovod browser pin clean
 # One target at a time: they share the environment, and tests and benchmarks need the machine to themselves.
 .NOTPARALLEL:
 
@@ -92,6 +92,11 @@ soak: $(HOROVOD)  ## Kill and stop the processes of real runs at random times, a
 
 matrix: $(TEST)  ## Every combination of the engine's strategies against the plain loop (an hour)
 	@RAYSGD_MATRIX=all RAYSGD_MATRIX_PAGE=doc/benchmarks/matrix.md $(BIN)/python -m pytest -q tests/integration/test_engine_matrix.py::test_losses_and_parameters_are_those_of_the_plain_loop $(ARGS)
+
+# With another sample each night.
+mutations: $(JAX)  ## Change the package in a hundred places of each folder, and list what no unit test notices (ARGS="raysgd/session --sample 40")
+	@$(COMPILE)
+	@$(BIN)/python tools/mutations.py --seed $(BEGAN) $(ARGS)
 
 # With the packages of the tests: the types of pytest and IPython are checked against.
 lint: $(TEST)  ## Lint, format, types and layers, without changing anything

@@ -161,11 +161,12 @@ def test_checkpoint_of_all_ranks_prevents_growth() -> None:
     reach(run)
     run.commit()
     assert not ended(run) and not run.has_save_point
+    (warning,) = run.events("warning")
+    assert "all_ranks=True" in warning["message"]
     run.feed(c.JoiningWorkerReady())
     run.advance(60)
     assert run.num_save_points == 1
-    (warning,) = run.events("warning")
-    assert "all_ranks=True" in warning["message"]
+    assert run.events("warning") == [warning]
     kill(run)
     assert run.keeps_size
 

@@ -421,6 +421,7 @@ def test_barriers_and_broadcasts_are_counted_separately() -> None:
     worker.session.broadcast(None)
     worker.session.barrier()
     assert worker.link.barriers == [("barrier", 0, None), ("broadcast", 0, None), ("barrier", 1, None)]
+    assert worker.session.barriers() == [("barrier", 2, None), ("broadcast", 1, None)]
 
 
 def test_broadcast_gives_rank_0s_object() -> None:
