@@ -8,12 +8,17 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.optimizer_parameters import refuse_optimizer
 from raysgd.engine.step import Step
 from raysgd.errors import UsageError
+from raysgd.session import api
+from raysgd.torch.devices import device
 from raysgd.torch.restoring import place_optimizer_state
 
 #: What messages of torch have that refuse an operation on distributed tensors.
@@ -34,6 +39,7 @@ class EngineOptimizer(Optimizer):
     def __init__(self, inner: Optimizer, step: Step) -> None:
         self.inner = inner
         self._step = step
+        _share_metrics()
         # torch's schedulers warn if the optimizer has made no step before them; here either order is right.
         self._opt_called = True
 
@@ -146,6 +152,22 @@ class EngineOptimizer(Optimizer):
         self.inner.add_param_group(param_group)
         if (numbers := self._step.composed.numbers) is not None:
             numbers.follow(self.inner, {})
+
+
+@functools.cache
+def _share_metrics() -> None:
+    """Let `ReduceLROnPlateau` find the mean of the ranks' metrics, so that all ranks have the same learning rates."""
+    step = ReduceLROnPlateau.step
+
+    @functools.wraps(step)
+    def shared(self: Any, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.optimizer, EngineOptimizer) and (size := api.world_size()) > 1:
+            total = torch.tensor(float(metrics), dtype=torch.float64, device=device())
+            dist.all_reduce(total)
+            metrics = float(total) / size
+        step(self, metrics, *args, **kwargs)
+
+    ReduceLROnPlateau.step = shared  # type: ignore[method-assign]
 
 
 def _same(optimizer: Optimizer) -> Optimizer:

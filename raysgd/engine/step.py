@@ -6,6 +6,7 @@ optimizer uses them. Those of an unfinished one are hidden.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.accumulation import Accumulation
@@ -103,12 +106,13 @@ class Step:
             model.register_forward_pre_hook(
                 AttachedHook(self._begin_forward), with_kwargs=True, prepend=True
             )  # FSDP gathers parameters in its own
-            model.register_forward_hook(AttachedHook(lambda module, args, outputs: self._batches.mark(outputs)))
+            model.register_forward_hook(AttachedHook(lambda module, args, outputs: self._end_forward(outputs)))
         else:
             self.model = model = pipeline
             pipeline.scale = self._begin_pipeline
         if self._optimizer is not None:
             model.zero_grad = AttachedForward(model.zero_grad, lambda *_, **__: self.zero_grad(of_model=True))  # type: ignore[method-assign]
+            _check_optimizers()
         _steps.add(self)
 
     # -- batches ------------------------------------------------------------------------------------------------------
@@ -207,6 +211,19 @@ class Step:
         if module.training:
             self._accumulation.on_forward()
             self._data_parallel.begin_forward(will_complete=will_complete)
+
+    def _end_forward(self, outputs: Any) -> None:
+        self._batches.mark(outputs)
+        if self._config.tensor_parallel > 1 or self._data_parallel.gathers_parameters:
+            for each in differentiable(outputs):
+                each.register_hook(self._check_order)  # type: ignore[no-untyped-call]
+
+    def _check_order(self, gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # also the gradients have a graph
+            raise UsageError(
+                "gradients of gradients (create_graph=True, as for a gradient penalty) cannot be computed with zero_stage=3 or "
+                "tensor_parallel, whose layers communicate in the backward pass: give zero_stage=0, 1 or 2 alone."
+            )
 
     def _begin_backward(self, loss: torch.Tensor | None) -> None:
         """Find the batch of a backward pass.
@@ -545,6 +562,33 @@ class Step:
                 "engine.backward(loss, weight=number), or give the loader to compose(train_dataloader=...)."
             )
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Check that another optimizer of the loop, if it updates parameters of the model, finds what it does in the plain loop.
+
+        Raises:
+            UsageError: It does not.
+        """
+        if optimizer is self._optimizer or self._optimizer is None:
+            return
+        groups = [group["params"] for group in optimizer.param_groups]
+        found = next((each for parameters in groups for each in parameters if each in self._num_hooks), None)
+        if found is None:
+            return
+        is_unfinished = self._accumulation.is_open and not self.is_complete
+        if (
+            is_unfinished
+            or self._loss_scale.is_enabled
+            or not self._data_parallel.shards.tensor_of.keys().isdisjoint(
+                each for parameters in groups for each in parameters
+            )
+        ):
+            name = next(name for name, each in self._parameters.items() if each is found)
+            raise UsageError(
+                f"{with_article(type(optimizer).__name__)} updates {name} of the model, next to the optimizer of engine.compose: "
+                "in fp16, with zero_stage=1 or 2, with bf16-true and within an accumulated step its gradient is not there. Add "
+                "the parameters to the engine's optimizer by optimizer.add_param_group."
+            )
+
     def check_updated(self) -> None:
         """Check that what the optimizer updates is the model's, or has no gradient.
 
@@ -588,6 +632,24 @@ class Step:
                     "a parameter has a hook, which would not find its gradient: with several workers, zero_stage=3 or fp16 it is "
                     "complete after the backward pass. Change parameter.grad before optimizer.step() in place of the hook."
                 )
+
+
+@functools.cache
+def _check_optimizers() -> None:
+    """Let each step of an optimizer be checked against the models of this process."""
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for each in list(_steps):
+            each.check_optimizer(optimizer)
+
+    register_optimizer_step_pre_hook(check)
+
+
+def differentiable(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a tree through which a backward pass can go."""
+    if not torch.is_grad_enabled():
+        return []
+    return [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor) and each.requires_grad]
 
 
 def _readers(dataset: Any) -> list[Step]:

@@ -225,6 +225,10 @@ def _placed(value: Any, target: torch.Tensor, place: str) -> Any:
         return value.read() if isinstance(value, SavedArray) else value
     from torch.distributed.tensor import DTensor
 
+    if is_dtensor(value):
+        if value.device_mesh == target.device_mesh and value.placements == target.placements:
+            return value
+        value = value.full_tensor()
     held = target.detach()._local_tensor  # type: ignore[attr-defined]
     shards = local_shards(target)
     whole = next(iter(shards), None)

@@ -22,7 +22,6 @@ from raysgd.errors import (
     CheckpointCorruptError,
     CheckpointError,
     MetricError,
-    ReshardError,
     SessionError,
     UsageError,
 )
@@ -334,12 +333,11 @@ def test_attempt_that_ends_during_a_load_gets_no_state() -> None:
 
 def test_load_with_a_path_gives_the_state_there(tmp_path: Path) -> None:
     alone = LocalSession(tmp_path)
-    for all_ranks in (False, True):
+    for all_ranks in (False, True):  # one rank saves for all in both cases
         alone.save_checkpoint({"a": 1}, files=False, metrics=None, all_ranks=all_ranks, allow_pickle=False)
     worker = Worker(rank=1, start=FakeStart("start"))
-    assert worker.session.load_checkpoint(tmp_path / "checkpoint_000001", allow_pickle=False) == {"a": 1}
-    with pytest.raises(ReshardError, match="was saved with all_ranks=True by 1 ranks and cannot be split over 2"):
-        worker.session.load_checkpoint(tmp_path / "checkpoint_000002", allow_pickle=False)
+    for number in (1, 2):
+        assert worker.session.load_checkpoint(tmp_path / f"checkpoint_00000{number}", allow_pickle=False) == {"a": 1}
 
 
 def test_checkpoints_are_listed_by_the_controller_in_the_order_of_the_calls() -> None:
