@@ -228,15 +228,6 @@ class Agents:
         return None
 
 
-class Preloading:
-    """Stands in for the preloaded processes: there are none."""
-
-    def __init__(self, *_: Any) -> None:
-        return None
-
-    take = replenish = expect_loss = close = lambda self, *_: None
-
-
 def _room() -> list[Node]:
     return [Node("spare", "spare", {"CPU": _NUM_CPUS}, {"CPU": _NUM_CPUS})]
 
@@ -250,7 +241,7 @@ def _ray() -> Any:
 def without_ray(calls: Calls) -> Iterator[None]:
     """Replace what a `WorkerGroup` needs of Ray."""
     starter = type("Starter", (Starter,), {"calls": calls})
-    parts = {"WorkerSlots": Slots, "WorkerStarter": starter, "NodeAgents": Agents, "Preloading": Preloading}
+    parts = {"WorkerSlots": Slots, "WorkerStarter": starter, "NodeAgents": Agents}
     with (
         mock.patch.multiple(real, **parts, ray=_ray(), list_nodes=_room, check_feasible=lambda *_: None),
         mock.patch.object(real, "wait_until_feasible", mock.AsyncMock()),

@@ -77,11 +77,6 @@ class FailureConfig:
             limit.
         num_spares: Started processes kept in addition to the workers, with resources of their own. A spare replaces a worker
             that dies.
-        preload: Whether each node with workers keeps an idle process that has imported what the workers have imported. A
-            replacement takes it over, which saves the time of the imports. It holds no CPU or GPU, but the memory of what
-            it has imported. There is none with spares, with backends other than torch, in a placement group of others such as
-            a Tune trial's, or if the node is short of memory. Even if False, other nodes get such processes while a node does
-            not answer, under the same conditions.
         abort_grace_s: Seconds for a living worker to leave train_func when its attempt has ended. After that the worker is
             killed and replaced. Workers that leave from a savepoint, to grow, to pause or before a preemption, have at least
             30 seconds.
@@ -107,7 +102,6 @@ class FailureConfig:
 
     max_failures: int = 3
     num_spares: int = 0
-    preload: bool = False
     abort_grace_s: float = 2
     heartbeat_timeout_s: float = 10
     callback_timeout_s: float = 300
@@ -122,7 +116,6 @@ class FailureConfig:
     def __post_init__(self) -> None:
         check_count("FailureConfig(max_failures)", self.max_failures, minimum=-1)
         check_count("FailureConfig(num_spares)", self.num_spares, minimum=0)
-        check_bool("FailureConfig(preload)", self.preload)
         check_amount("FailureConfig(abort_grace_s)", self.abort_grace_s)
         check_amount("FailureConfig(heartbeat_timeout_s)", self.heartbeat_timeout_s, positive=True)
         check_amount("FailureConfig(callback_timeout_s)", self.callback_timeout_s, positive=True)

@@ -50,7 +50,6 @@ AREAS: dict[str, Area] = {
         ("raysgd/workers",),
         (
             "fault/test_out_of_memory.py",
-            "fault/test_preloading*.py",
             "integration/test_bare_environment.py",
             "integration/test_clusters_of_the_driver.py",
             "integration/test_gpus.py",

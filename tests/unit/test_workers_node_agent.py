@@ -174,17 +174,3 @@ def test_next_agent_of_a_node_has_another_name_than_one_that_still_closes(
 
     asyncio.run(pause_and_resume())
     assert killed == ["trainer-agent-other-1", "trainer-agent-other-2"]
-
-
-def test_idle_process_is_ended_if_it_is_still_the_same(process: subprocess.Popen[bytes]) -> None:
-    agent, created_s = NodeAgent(), psutil.Process(process.pid).create_time()
-    agent.end_idle(process.pid, created_s - 60)
-    assert process.poll() is None, "a process that has the id of an earlier one was ended"
-    agent.end_idle(process.pid, created_s)
-    agent.wait_for_exits()
-    assert not psutil.pid_exists(process.pid)
-
-
-def test_room_is_that_of_the_fullest_pool() -> None:
-    pool = NodeAgent().read_room()
-    assert pool is not None and 0 < pool.used_bytes < pool.limit_bytes

@@ -176,7 +176,6 @@ class Watch:
     async def _check_processes(self, ranks: list[int]) -> None:
         found = await self._monitor.check_processes(ranks, self._timeout_s / 6)
         if silent := [rank for rank in ranks if rank not in found]:
-            self._group.expect_loss(silent)
             found |= await self._monitor.check_processes(silent, self._timeout_s / 6)
         for rank in ranks:
             process = found.get(rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ from raysgd.workers.group.event_streams import WorkerDied, WorkerStreams
 from raysgd.workers.group.joining import JoiningWorkers
 from raysgd.workers.group.kept_group import KeptGroup
 from raysgd.workers.group.monitor import DrainMonitor, GroupMonitor
-from raysgd.workers.group.preloading import Preloading
 from raysgd.workers.group.processes import CoordinatorProcess, Worker, WorkerStarter
 from raysgd.workers.group.ranks import assign_ranks, assign_visible_gpus, close_gaps, make_members
 from raysgd.workers.group.reserve import Reserve
@@ -94,8 +93,7 @@ class WorkerGroup:
         self.watch = ProcessWatch(failure.heartbeat_timeout_s)
         self._agents = NodeAgents(name, self.watch)
         self.slots = WorkerSlots(name, slot_bundle(scaling), scaling.placement_strategy, existing)
-        self._preloading = Preloading(controller, scaling, backend, failure, runtime_env, self.slots, self._agents)
-        self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller, self._preloading.take)
+        self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller)
         self._coordinator = CoordinatorProcess(name, backend, runtime_env, self.watch)
         self._joining = JoiningWorkers(
             scaling,
@@ -105,7 +103,6 @@ class WorkerGroup:
             end=self._end_process,
             start_timeout_s=failure.start_timeout_s,
         )
-        self._preloading.list_workers = lambda: [*self._workers(), *self._joining.all()]
         self._reserve = Reserve(
             self.slots, self._starter, failure.num_spares, self._joining, self._end_process, self._avoided
         )
@@ -170,8 +167,6 @@ class WorkerGroup:
         finally:
             reporting.cancel()
         self._reserve.replenish(self._workers()[0])
-        if is_run:
-            self._preloading.replenish(self._workers())
         self._want_joining_workers()
         self._agents.watch_workers(self._infos())
         return [*messages, *self._avoided.take_warnings()]
@@ -466,13 +461,6 @@ class WorkerGroup:
             self._agents.expect_exit(worker.info)
         self.streams.abandon(worker.handle)
 
-    def expect_loss(self, ranks: Collection[int]) -> None:
-        """Prepare for the loss of the nodes of these ranks, which do not answer."""
-        lost = {info.node_id for rank in ranks if (info := self.info(rank)) is not None}
-        silent = [worker for worker in self._workers() if worker.info is not None and worker.info.node_id in lost]
-        others = [worker for worker in self._workers() if worker not in silent]
-        self._preloading.expect_loss(silent, others, self._avoided.ids)
-
     async def wait_for_exits(self) -> None:
         """Wait until the processes that were ended are gone."""
         await self._agents.wait_for_exits()
@@ -482,7 +470,6 @@ class WorkerGroup:
         for worker in self._workers():
             self._discard(worker)
         self._reserve.close()
-        self._preloading.close()
         self._coordinator.close()
         self._agents.close()
         self.slots.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +68,6 @@ class WorkerStarter:
     Args:
         name: Prefix of the actors' names.
         controller: Name of the TrainerActor.
-        take_preloaded: Returns the runtime environment of a process that waits for a worker in a slot, or None.
     """
 
     def __init__(
@@ -78,14 +77,12 @@ class WorkerStarter:
         backend: BackendConfig,
         runtime_env: Mapping[str, Any] | None,
         controller: str,
-        take_preloaded: Callable[[WorkerSlot], dict[str, Any] | None] = lambda slot: None,
     ) -> None:
         self._name = name
         self._scaling = scaling
         self._backend = backend
         self._runtime_env = dict(runtime_env or {})
         self._controller = controller
-        self._take_preloaded = take_preloaded
         self._num_started = 0
 
     def start(self, slot: WorkerSlot, *, warm_up: bool = False) -> Worker:
@@ -104,7 +101,7 @@ class WorkerStarter:
                 resources=dict(self._scaling.resources_per_worker) or None,
                 scheduling_strategy=slot.scheduling_strategy(),
                 max_concurrency=NUM_THREADS,
-                runtime_env=self._take_preloaded(slot) or self._runtime_env or None,
+                runtime_env=self._runtime_env or None,
             )
             .remote()
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import glob
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd.workers.liveness.deaths import describe_death, may_be_memory
-from raysgd.workers.liveness.memory import MemoryEvidence, MemoryPool, MemoryWatch, find_fullest_pool
+from raysgd.workers.liveness.memory import MemoryEvidence, MemoryWatch
 from raysgd.workers.liveness.stacks import read_stacks
 from raysgd.workers.liveness.watched import ActorWatch, Watched, watched_actor
 from raysgd.workers.placement.cluster import NAMESPACE, is_node_reachable
@@ -106,18 +105,6 @@ class NodeAgent(Watched):
             process.kill()
             with contextlib.suppress(psutil.TimeoutExpired):
                 process.wait(_KILL_TIMEOUT_S)
-
-    def end_idle(self, pid: int, created_s: float) -> None:
-        """Kill a process that has no work, unless another process has its id by now. `wait_for_exits` waits for its end."""
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            process = psutil.Process(pid)
-            if abs(process.create_time() - created_s) < _SAME_START_S:
-                process.kill()
-                self.expect_exit(pid)
-
-    def read_room(self) -> MemoryPool | None:
-        """Return the fullest of the pools of memory that processes of this node are in; None if unknown."""
-        return find_fullest_pool(os.getpid())
 
     def keep_copies(self, parts: Sequence[Any]) -> None:
         """Keep copies of these checkpoint parts on this node instead of the previous ones; returns at once."""
@@ -298,27 +285,6 @@ class NodeAgents:
             self._own.expect_exit(info.pid)
         elif (actor := self._actors.get(info.node_id)) is not None:
             actor.expect_exit.remote(info.pid)
-
-    def end_idle(self, node_id: str, pid: int, created_s: float) -> None:
-        """Kill a process without work, also on a node without workers; returns at once."""
-        if node_id == self._own_node:
-            self._own.end_idle(pid, created_s)
-            return
-        if node_id not in self._actors:
-            self._pids[node_id] = []
-            self._start(node_id)
-        self._actors[node_id].end_idle.remote(pid, created_s)
-
-    def may_live(self, node_id: str, pid: int) -> bool:
-        """Return False if a process is known to be gone, because it was on the TrainerActor's node."""
-        return node_id != self._own_node or read_status(pid) is not None
-
-    async def read_room(self, node_id: str, timeout_s: float) -> MemoryPool | None:
-        """Return the fullest of the pools of memory that processes of a node are in; None if unknown."""
-        with contextlib.suppress(NodeUnreachableError):
-            pool: MemoryPool | None = await self._ask(node_id, "read_room", timeout_s=timeout_s)
-            return pool
-        return None
 
     async def wait_for_exits(self) -> None:
         """Wait, for some seconds at most, until processes that were asked to exit and agents that were closed are gone."""
