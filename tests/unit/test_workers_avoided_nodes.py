@@ -15,12 +15,14 @@ class Cluster:
     def __init__(self, *free_cpus: float) -> None:
         self.now = 0.0
         self.nodes = [Node(name, name, {"CPU": 4}, {"CPU": cpus}) for name, cpus in zip("abc", free_cpus, strict=False)]
-        self.avoided = AvoidedNodes({"CPU": 1}, lambda: self.nodes, lambda: self.now)
+        self.avoided = AvoidedNodes({"CPU": 1}, lambda: self.now)
 
     def die(self, *nodes: str, after_s: float = 60) -> None:
         for node in nodes:
             self.now += after_s
-            self.avoided.record_death(WorkerInfo(node_id=node, node_ip="1.2.3.4", hostname=node, pid=1, gpu_ids=()))
+            info = WorkerInfo(node_id=node, node_ip="1.2.3.4", hostname=node, pid=1, gpu_ids=())
+            if self.avoided.record_death(info):
+                self.avoided.avoid_faulty(info, self.nodes)
 
 
 def test_node_with_repeated_deaths_is_avoided_and_reported_once() -> None:
@@ -59,5 +61,5 @@ def test_node_stays_in_use_if_no_other_node_has_room() -> None:
 def test_nodes_that_ray_knows_to_be_gone_are_removed() -> None:
     cluster = Cluster(1, 1, 1)
     cluster.avoided.add(["a", "gone"])
-    cluster.avoided.remove_gone()
+    cluster.avoided.remove_gone(cluster.nodes)
     assert cluster.avoided.ids == {"a"}

@@ -58,14 +58,14 @@ class FakeWorker:
 
 
 class FakeStarter:
-    def start(self, slot: str, **settings: Any) -> str:
+    async def start(self, slot: str, **settings: Any) -> str:
         return f"started in {slot}"
 
 
 def make_reserve() -> tuple[Any, FakeSlots, FakeJoining, list[Any]]:
     slots, joining = FakeSlots(), FakeJoining()
     ended: list[Any] = []
-    reserve = Reserve(slots, FakeStarter(), 0, joining, ended.append, AvoidedNodes({}, list))  # type: ignore[arg-type]
+    reserve = Reserve(slots, FakeStarter(), 0, joining, ended.append, AvoidedNodes({}))  # type: ignore[arg-type]
     return reserve, slots, joining, ended
 
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from raysgd._util.logs import get_logger
@@ -71,7 +71,7 @@ class Run:
         share: Callable[[Any], Any],
         is_resumed: bool = False,
         last_attempt: AttemptRecord | None = None,
-        begins: Callable[[AttemptRecord], None] = lambda attempt: None,
+        begins: Callable[[AttemptRecord], Awaitable[None]] | None = None,
         observe: Callable[[c.RecordEvent, int], None] = lambda event, iteration: None,
     ) -> None:
         self._request = request
@@ -186,6 +186,11 @@ class Run:
 
     def warn(self, message: str) -> None:
         self._record_event(c.warning(message))
+
+    def record_blocked(self, seconds: float, stack: str) -> None:
+        """Record that the event loop stood still, and in what."""
+        if not self.is_closed:
+            self._record_event(c.RecordEvent("blocked_loop", {"seconds": seconds, "stack": stack}))
 
     async def add_warning(self, message: str, source: str | None) -> None:
         """Add a warning of another process, also to a run that is closed; returns when it is on storage.
@@ -403,7 +408,9 @@ class Run:
         self._files.delete(self._reads.end())
         self._reads = CheckpointReads(command.first_number)
         self._held.begin_attempt(attempt, command.first_number, start.held)
-        self._begins(AttemptRecord(self._request.run_id, attempt, size, start.iteration))
+        recording = asyncio.ensure_future(
+            self._record_attempt(AttemptRecord(self._request.run_id, attempt, size, start.iteration))
+        )
         self._start_watch(attempt)
         shared = self._share(RunOrder(self._request.task, self._info, self._files.store.storage.uri, self._checkpoint))
         for rank in range(size):
@@ -418,7 +425,11 @@ class Run:
                 time_before_s=start.time_total_s,
                 flush_interval_s=stream_interval_s(size),
             )
-            self._spawn(self._follow(rank, shared, attempt_order))
+            self._spawn(self._follow(rank, shared, attempt_order, recording))
+
+    async def _record_attempt(self, attempt: AttemptRecord) -> None:
+        if self._begins is not None:
+            await self._begins(attempt)
 
     def _start_watch(self, attempt: int) -> None:
         self._end_watch()
@@ -430,11 +441,12 @@ class Run:
         if self._watch is not None:
             self._watch.end()
 
-    async def _follow(self, rank: int, order: Any, attempt_order: AttemptOrder) -> None:
-        """Read a worker's event stream to its end."""
+    async def _follow(self, rank: int, order: Any, attempt_order: AttemptOrder, recording: Awaitable[None]) -> None:
+        """Read a worker's event stream to its end, once the attempt is recorded."""
         attempt = attempt_order.attempt
         died: str | None = None
         try:
+            await recording
             async for item in self._group.run(rank, order, attempt_order):
                 if isinstance(item, list):
                     for event in item:

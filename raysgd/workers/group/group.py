@@ -35,6 +35,7 @@ from raysgd.workers.liveness.node_agent import NodeAgents
 from raysgd.workers.liveness.process_watch import ProcessWatch
 from raysgd.workers.orders import AttemptOrder, Blob, Prepared, PrepareOrder, WorkerInfo
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
+from raysgd.workers.placement.calls import call_cluster, post_to_cluster
 from raysgd.workers.placement.capacity import explain_timeout, slot_bundle
 from raysgd.workers.placement.cluster import check_feasible, list_nodes, wait_until_feasible
 from raysgd.workers.placement.slots import ExistingPlacement, WorkerSlot, WorkerSlots
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 _DIE_TOGETHER_S = 0.2
 #: The same during the start, because workers reach the same fatal place at different times.
 _START_TOGETHER_S = 15.0
+#: The time to find out what a group has waited for in vain.
+_EXPLAIN_S = 5.0
 #: What a group waits for is reported after this time, and looked for in such intervals.
 WAIT_REPORT_S = 2.0
 
@@ -89,11 +92,12 @@ class WorkerGroup:
         self._opened: str | None = None  # the rendezvous that rank 0 opened when it was prepared
         self._explain_missing = explain_missing
         self.on_wait: Callable[[str], None] = get_logger().warning
-        self._avoided = AvoidedNodes(scaling.bundle(), list_nodes)
+        self._avoided = AvoidedNodes(scaling.bundle())
+        self._beginning: asyncio.Future[None] | None = None
         self.watch = ProcessWatch(failure.heartbeat_timeout_s)
         self._agents = NodeAgents(name, self.watch)
         self.slots = WorkerSlots(name, slot_bundle(scaling), scaling.placement_strategy, existing)
-        self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller)
+        self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller, self.slots.remove)
         self._coordinator = CoordinatorProcess(name, backend, runtime_env, self.watch)
         self._joining = JoiningWorkers(
             scaling,
@@ -133,8 +137,11 @@ class WorkerGroup:
 
     def begin(self) -> None:
         """Request the workers' processes without waiting; `get_ready` waits for them and raises the errors."""
+        self._beginning = asyncio.ensure_future(self._begin())
+
+    async def _begin(self) -> None:
         with contextlib.suppress(InfeasibleError, RayError):
-            self._start_missing()
+            await self._start_missing()
 
     def expect(self, size: int) -> None:
         """Form with ``size`` members, because only that size can load the run's checkpoint. A formed group stays as it is."""
@@ -156,6 +163,9 @@ class WorkerGroup:
             WorkerDiedError: A worker died while it was starting.
             WorkerError: A worker cannot work, for example because the framework is not installed.
         """
+        if self._beginning is not None:
+            await asyncio.wait([self._beginning], timeout=self._failure.start_timeout_s)
+            self._beginning = None
         if not self.slots.is_open and not self.slots.is_in_existing_placement:
             spares, timeout_s = self._failure.num_spares, self._failure.wait_for_nodes_s
             await wait_until_feasible(self._scaling, spares, timeout_s, self.on_wait)
@@ -163,10 +173,10 @@ class WorkerGroup:
         try:
             messages = await asyncio.wait_for(self._get_ready(keep_size, is_run), self._failure.start_timeout_s)
         except (asyncio.TimeoutError, GetTimeoutError):
-            raise self._make_timeout_error() from None
+            raise await self._make_timeout_error() from None
         finally:
             reporting.cancel()
-        self._reserve.replenish(self._workers()[0])
+        await self._reserve.replenish(self._workers()[0])
         self._want_joining_workers()
         self._agents.watch_workers(self._infos())
         return [*messages, *self._avoided.take_warnings()]
@@ -196,7 +206,7 @@ class WorkerGroup:
                 self._joining.put_back(worker)
             await self._take_joining_workers()
         await self._replace_used_processes()
-        self._start_missing()
+        await self._start_missing()
         for rank in self._vacant_ranks():
             self._members[rank] = await self._reserve.find()
         await self._wait_loaded()
@@ -220,18 +230,19 @@ class WorkerGroup:
     def _want_joining_workers(self, after: WorkerSlot | None = None) -> None:
         self._joining.want(self._scaling.max_workers - self.size, after=after)
 
-    def _start_missing(self) -> None:
+    async def _start_missing(self) -> None:
         is_new = not self.slots.is_open
         if is_new:
             self._coordinator.begin()
             if not self.slots.is_in_existing_placement:
-                check_feasible(self._scaling, self._failure.num_spares)
-            self.slots.open(self.size + self._failure.num_spares)
-        self._avoided.remove_gone()
+                await call_cluster(check_feasible, self._scaling, self._failure.num_spares)
+            await self.slots.open(self.size + self._failure.num_spares)
+        if self._avoided.ids:
+            self._avoided.remove_gone(await call_cluster(list_nodes))
         for rank in self._vacant_ranks():
             must_have_node = self._scaling.is_elastic and not is_new
-            if (slot := self.slots.take(self._avoided.ids, must_have_node=must_have_node)) is not None:
-                self._members[rank] = self._starter.start(slot)
+            if (slot := await self.slots.take(self._avoided.ids, must_have_node=must_have_node)) is not None:
+                self._members[rank] = await self._starter.start(slot)
         if is_new:
             self._want_joining_workers(after=None if (first := self._members[0]) is None else first.slot)
 
@@ -321,24 +332,31 @@ class WorkerGroup:
         while why is None:
             await asyncio.sleep(WAIT_REPORT_S)
             with contextlib.suppress(Exception):  # nothing depends on it, and the next look may succeed
-                if count := self._num_unplaced():
-                    why = await asyncio.to_thread(self._explain_missing, count)
+                why = await self._explain_wait()
         self.on_wait(why)
 
-    def _num_unplaced(self) -> int:
+    async def _num_unplaced(self) -> int:
         """Return the number of workers, spares included, that wait for resources."""
+        await self.slots.look()
         waiting = [worker.slot for worker in self._workers() if worker.info is None]
         by_group = {slot.placement: slot for slot in waiting}
-        unplaced = {placement for placement, slot in by_group.items() if not slot.is_placed()}
+        unplaced = {placement for placement, slot in by_group.items() if not self.slots.is_placed(slot)}
         num_unplaced = sum(slot.placement in unplaced for slot in waiting)
         num_spares = self._failure.num_spares if num_unplaced and not self._has_formed else 0
         return num_unplaced + num_spares + len(self._vacant_ranks())
 
-    def _make_timeout_error(self) -> StartTimeoutError:
+    async def _make_timeout_error(self) -> StartTimeoutError:
         missing = sum(worker is None or worker.info is None for worker in self._members)
-        unplaced = self._num_unplaced() if missing else 0
-        why = self._explain_missing(unplaced) if unplaced else None
+        why: str | None = None
+        if missing:
+            with contextlib.suppress(asyncio.TimeoutError):  # the cluster cannot be reached
+                why = await asyncio.wait_for(self._explain_wait(), _EXPLAIN_S)
         return StartTimeoutError(explain_timeout(missing, self.size, self._failure.start_timeout_s, why))
+
+    async def _explain_wait(self) -> str | None:
+        """Say which resources the group waits for, and who holds them; None if it waits for none."""
+        count = await self._num_unplaced()
+        return await call_cluster(self._explain_missing, count) if count else None
 
     async def check_storage(self, storage: Storage) -> None:
         """Check that one worker on each other node sees a probe file, if the run's folder is a local path.
@@ -456,7 +474,8 @@ class WorkerGroup:
 
     def _end_process(self, worker: Worker) -> None:
         """Ask a worker's process to exit, and ignore what it still sends; SIGKILL follows if it stays."""
-        ray.kill(worker.handle)  # the process exits by itself: Ray reports what SIGKILL ends as unexpected
+        # The process exits by itself: Ray reports what SIGKILL ends as unexpected.
+        post_to_cluster(ray.kill, worker.handle)
         if worker.info is not None:
             self._agents.expect_exit(worker.info)
         self.streams.abandon(worker.handle)
@@ -467,6 +486,9 @@ class WorkerGroup:
 
     def release(self) -> None:
         """End all processes and return the resources to the cluster; `get_ready` requests them again."""
+        if self._beginning is not None:
+            self._beginning.cancel()
+            self._beginning = None
         for worker in self._workers():
             self._discard(worker)
         self._reserve.close()
@@ -488,8 +510,8 @@ class WorkerGroup:
         """Drop a process that has died; its node is avoided if it is gone too, or if workers keep dying there."""
         if await self._agents.is_node_gone(worker.info) and worker.info is not None:
             self._avoided.add([worker.info.node_id])
-        elif worker.info is not None:
-            self._avoided.record_death(worker.info)
+        elif worker.info is not None and self._avoided.record_death(worker.info):
+            self._avoided.avoid_faulty(worker.info, await call_cluster(list_nodes))
         self._drop(worker)
 
     async def _remove_dead(

@@ -25,6 +25,7 @@ from raysgd.workers.liveness.deaths import describe_death, may_be_memory
 from raysgd.workers.liveness.memory import MemoryEvidence, MemoryWatch
 from raysgd.workers.liveness.stacks import read_stacks
 from raysgd.workers.liveness.watched import ActorWatch, Watched, watched_actor
+from raysgd.workers.placement.calls import call_cluster
 from raysgd.workers.placement.cluster import NAMESPACE, is_node_reachable
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ _SAME_START_S = 1.0
 CLOSE_TIMEOUT_S = 3.0
 #: The time for a node to return what it knows of a dead worker's memory; the worker's last events are read meanwhile.
 _EVIDENCE_TIMEOUT_S = 0.2
+
+#: The time to find out whether a node can be reached.
+_REACH_S = 2.0
 
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
@@ -195,10 +199,16 @@ class NodeAgents:
         self._own_node = ray.get_runtime_context().get_node_id()
         self._own = NodeAgent()
         self._actors: dict[str, Any] = {}
+        self._starting: dict[str, asyncio.Task[None]] = {}  # by node
         self._pids: dict[str, list[int]] = {}  # the workers of each node with an agent
         self._num_started = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def nodes(self) -> list[str]:
+        """The nodes that have an agent, the TrainerActor's own first."""
+        return [self._own_node, *self._actors]
 
     def watch_workers(self, workers: Iterable[WorkerInfo]) -> None:
         """Start an agent on each node of these workers, and watch their memory; returns at once."""
@@ -211,26 +221,36 @@ class NodeAgents:
                 self._own.watch_memory(pids)
                 continue
             self._pids[node_id] = pids
-            if node_id not in self._actors:
-                self._start(node_id)
-            else:
+            if node_id in self._actors:
                 self._actors[node_id].watch_memory.remote(pids)
+            elif node_id not in self._starting:
+                self._start(node_id)
 
     def _start(self, node_id: str) -> None:
+        self._starting[node_id] = task = asyncio.get_running_loop().create_task(self._start_agent(node_id))
+        task.add_done_callback(
+            lambda done: self._starting.pop(node_id) if self._starting.get(node_id) is done else None
+        )
+
+    async def _start_agent(self, node_id: str) -> None:
         self._num_started += 1  # the node's previous agent may still be closing under its own name
-        actor = (
+        name = f"{self._name}-agent-{node_id[:12]}-{self._num_started}"
+        actor = await call_cluster(self._request, name, node_id, on_abandoned=ray.kill)
+        actor.watch_memory.remote(self._pids[node_id])
+        self._actors[node_id] = actor
+        self._watch.add(_describe_agent(node_id), lambda: actor, on_gone=lambda: self._replace(node_id, actor))
+
+    def _request(self, name: str, node_id: str) -> Any:
+        return (
             watched_actor(NodeAgent)
             .options(
-                name=f"{self._name}-agent-{node_id[:12]}-{self._num_started}",
+                name=name,
                 namespace=NAMESPACE,
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
             .remote()
         )
-        actor.watch_memory.remote(self._pids[node_id])
-        self._actors[node_id] = actor
-        self._watch.add(_describe_agent(node_id), lambda: actor, on_gone=lambda: self._replace(node_id, actor))
 
     def _replace(self, node_id: str, dead: Any) -> None:
         """Start another agent on the node of one that has died, unless the node is gone. Called in the thread of the watch."""
@@ -270,7 +290,7 @@ class NodeAgents:
         Args:
             parts: Each part with the node that it is on.
         """
-        nodes = [self._own_node, *self._actors]
+        nodes = self.nodes
         copies: dict[str, list[Any]] = {node_id: [] for node_id in nodes}
         for node_id, part in parts:
             if other := next((node for node in nodes if node != node_id), None):
@@ -285,6 +305,8 @@ class NodeAgents:
             self._own.expect_exit(info.pid)
         elif (actor := self._actors.get(info.node_id)) is not None:
             actor.expect_exit.remote(info.pid)
+        elif (starting := self._starting.get(info.node_id)) is not None:
+            starting.add_done_callback(lambda _: self.expect_exit(info))
 
     async def wait_for_exits(self) -> None:
         """Wait, for some seconds at most, until processes that were asked to exit and agents that were closed are gone."""
@@ -296,14 +318,18 @@ class NodeAgents:
         return describe_death(error, memory)
 
     async def is_node_gone(self, info: WorkerInfo | None) -> bool:
-        """Return True if the node of a dead worker is gone as well."""
+        """Return True if the node of a dead worker is gone as well; False if that cannot be found out."""
         if info is None or info.node_id == self._own_node:
             return False
-        return not await asyncio.to_thread(is_node_reachable, info.node_id)
+        with contextlib.suppress(asyncio.TimeoutError):  # the GCS does not answer
+            return not await asyncio.wait_for(call_cluster(is_node_reachable, info.node_id), _REACH_S)
+        return False
 
     def close(self) -> None:
         """Stop the agents, once the processes that were asked to exit are gone."""
         self._own.close()
+        for starting in self._starting.values():
+            starting.cancel()
         for node_id, actor in self._actors.items():
             self._watch.remove(_describe_agent(node_id))
             task = asyncio.get_running_loop().create_task(_close_agent(actor))
@@ -337,4 +363,4 @@ def _describe_agent(node_id: str) -> str:
 async def _close_agent(actor: Any) -> None:
     with contextlib.suppress(RayError, asyncio.TimeoutError):
         await asyncio.wait_for(actor.wait_for_exits.remote(), CLOSE_TIMEOUT_S)
-    ray.kill(actor)
+    await call_cluster(ray.kill, actor)

@@ -29,12 +29,10 @@ class AvoidedNodes:
     def __init__(
         self,
         bundle: Mapping[str, float],
-        list_nodes: Callable[[], Sequence[Node]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ids: set[str] = set()
         self._bundle = bundle
-        self._list_nodes = list_nodes
         self._clock = clock
         self._deaths: Counter[str] = Counter()
         self._last_death: dict[str, float] = {}
@@ -44,21 +42,24 @@ class AvoidedNodes:
         """Avoid nodes that are lost or draining."""
         self.ids.update(node_ids)
 
-    def remove_gone(self) -> None:
-        """Forget the nodes that Ray knows to be gone, because Ray starts nothing there."""
-        if self.ids:
-            self.ids &= {node.node_id for node in self._list_nodes()}
+    def remove_gone(self, nodes: Sequence[Node]) -> None:
+        """Forget the nodes that are not among Ray's living ``nodes``, because Ray starts nothing there."""
+        self.ids &= {node.node_id for node in nodes}
 
-    def record_death(self, info: WorkerInfo) -> None:
-        """Count a worker's death on a living node; avoid the node if it is faulty and another one has room for a worker."""
+    def record_death(self, info: WorkerInfo) -> bool:
+        """Count a worker's death on a living node; return whether the node is faulty now, for `avoid_faulty` to decide."""
         node_id, now = info.node_id, self._clock()
         is_new = now - self._last_death.get(node_id, -SAME_DEATH_S) >= SAME_DEATH_S
         self._last_death[node_id] = now
         self._deaths[node_id] += is_new
-        if node_id not in self.ids and self._is_faulty(node_id) and self._has_room_elsewhere(node_id):
-            self.ids.add(node_id)
+        return node_id not in self.ids and self._is_faulty(node_id)
+
+    def avoid_faulty(self, info: WorkerInfo, nodes: Sequence[Node]) -> None:
+        """Avoid a worker's node, because it is faulty, if another one of ``nodes`` has room for a worker."""
+        if self._has_room_elsewhere(info.node_id, nodes):
+            self.ids.add(info.node_id)
             self._warnings.append(
-                f"{info.node} is not used any more: workers have died there {self._deaths[node_id]} times, "
+                f"{info.node} is not used any more: workers have died there {self._deaths[info.node_id]} times, "
                 "and less often on every other node"
             )
 
@@ -71,6 +72,6 @@ class AvoidedNodes:
         others = max((count for other, count in self._deaths.items() if other != node_id), default=0)
         return self._deaths[node_id] >= max(MIN_DEATHS, others + 2)
 
-    def _has_room_elsewhere(self, node_id: str) -> bool:
-        nodes = [node for node in self._list_nodes() if node.node_id not in {node_id, *self.ids}]
-        return count_fitting(self._bundle, nodes) > 0
+    def _has_room_elsewhere(self, node_id: str, nodes: Sequence[Node]) -> bool:
+        others = [node for node in nodes if node.node_id not in {node_id, *self.ids}]
+        return count_fitting(self._bundle, others) > 0

@@ -16,6 +16,7 @@ from ray._private.worker import global_worker  # no public API lists draining no
 
 from raysgd.config import ScalingConfig
 from raysgd.errors import InfeasibleError
+from raysgd.workers.placement.calls import call_cluster
 from raysgd.workers.placement.capacity import Node, describe_nodes, explain_infeasible
 
 #: The Ray namespace of raysgd's actors and of its entries in the cluster's key-value store.
@@ -66,7 +67,7 @@ def list_nodes() -> list[Node]:
 
 
 def check_feasible(scaling: ScalingConfig, num_spares: int = 0) -> None:
-    """Refuse workers that the cluster can never hold, not even when its autoscaler has added all nodes that it may.
+    """Refuse workers that the cluster can never hold, not even when its autoscaler has added all nodes that it may; blocks.
 
     Raises:
         InfeasibleError: The message shows the arithmetic.
@@ -90,11 +91,11 @@ async def wait_until_feasible(
         InfeasibleError: The cluster cannot hold the workers, and the time is over.
     """
     deadline, last_line = time.monotonic() + timeout_s, ""
-    while (why := _why_infeasible(scaling, num_spares)) is not None:
+    while (why := await call_cluster(_why_infeasible, scaling, num_spares)) is not None:
         if (left_s := deadline - time.monotonic()) <= 0:
             waited = f", after {timeout_s:g} s of waiting for nodes" if timeout_s else ""
             raise InfeasibleError(f"{why}{waited}. {_ADVICE}")
-        line = f"{why}; its nodes are {describe_nodes(list_nodes(), list(scaling.bundle()))}"
+        line = f"{why}; its nodes are {describe_nodes(await call_cluster(list_nodes), list(scaling.bundle()))}"
         if line != last_line:
             last_line = line
             on_waiting(f"waiting up to {timeout_s:g} s for nodes that join the cluster: {line}")
