@@ -40,7 +40,7 @@ CACHES = frozenset(
 MARK = "RUN_OF_THE_TESTS"  # inherited by all descendants of this process
 
 
-#: The thread of `raysgd.workers.placement.calls`, which a process keeps.
+#: The threads of `raysgd.workers.placement.calls`, which a process keeps.
 _OF_THE_PROCESS = "raysgd-gcs"
 
 

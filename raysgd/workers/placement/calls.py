@@ -2,8 +2,8 @@
 
 Such a call blocks for as long as the GCS cannot be reached, without a limit: to list nodes, to request or remove placement
 groups, to start an actor with a name, to kill one, to use the key-value store. On the event loop it would stop the
-TrainerActor, with all runs and readers. So each is made in a thread, one after the other in the order given; a coroutine waits
-for the answer, and can be cancelled.
+TrainerActor, with all runs and readers. So each is made in a thread; a coroutine waits for the answer, and can be cancelled.
+Calls that must be made in an order wait for each other: after a cut, one may be answered long before another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from raysgd._util.logs import get_logger
 
 T = TypeVar("T")
 
-_thread = ThreadPoolExecutor(1, "raysgd-gcs")
+#: More than wait at the same time, unless the GCS is away: a call that gets no answer holds up no other one.
+_NUM_THREADS = 32
+
+_threads = ThreadPoolExecutor(_NUM_THREADS, "raysgd-gcs")
 
 
 async def call_cluster(call: Callable[..., T], *args: Any, on_abandoned: Callable[[T], object] | None = None) -> T:
@@ -31,7 +34,7 @@ async def call_cluster(call: Callable[..., T], *args: Any, on_abandoned: Callabl
     Raises:
         Exception: What the call raised.
     """
-    making = _thread.submit(call, *args)
+    making = _threads.submit(call, *args)
     try:
         return await asyncio.wrap_future(making)
     except asyncio.CancelledError:
@@ -42,7 +45,7 @@ async def call_cluster(call: Callable[..., T], *args: Any, on_abandoned: Callabl
 
 def post_to_cluster(call: Callable[..., object], *args: Any) -> None:
     """Make a call to the GCS whose result nobody needs; returns at once. An error is logged."""
-    _thread.submit(call, *args).add_done_callback(_log_error)
+    _threads.submit(call, *args).add_done_callback(_log_error)
 
 
 def _abandon(done: Future[T], on_abandoned: Callable[[T], object]) -> None:
