@@ -342,13 +342,10 @@ def _list_groups() -> dict[str, tuple[list[int], int]]:
 
     For nccl these are collectives; for gloo also sends and receives.
     """
-    import torch.distributed as dist
-
     found = {}
-    for group, ranks in list(dist.distributed_c10d._world.pg_group_ranks.items()):
-        # Its library may not count, and it may have been destroyed just now.
-        with contextlib.suppress(RuntimeError, AttributeError):
-            number = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    for group, ranks in torch_transfers.list_own_groups():
+        with contextlib.suppress(RuntimeError):  # its library may not count, and it may have been destroyed just now
+            number = group._get_sequence_number_for_group()
             found[display_name(group.group_name, group.group_desc)] = sorted(ranks), number
     return found
 

@@ -55,10 +55,17 @@ def forget_all() -> None:
 
 def read_transfers() -> tuple[Collective, ...]:
     """Return the last send or receive of this process for each group, direction, other rank and tag."""
-    from torch.distributed import distributed_c10d
-
-    groups = {str(group.group_name): (group, ranks) for group, ranks in distributed_c10d._world.pg_group_ranks.items()}
+    groups = {str(group.group_name): (group, ranks) for group, ranks in list_own_groups()}
     return tuple(_describe(*groups[key[0]], key, last) for key, last in list(_transfers.items()) if key[0] in groups)
+
+
+def list_own_groups() -> list[tuple[Any, dict[int, int]]]:
+    """Return the process groups that this process is in, each with its world ranks and their numbers in the group."""
+    from torch.distributed import GroupMember, distributed_c10d
+
+    # torch lists one more in a process that is not in all groups: a number, in the place of those.
+    groups: list[tuple[Any, dict[int, int]]] = list(distributed_c10d._world.pg_group_ranks.items())
+    return [(group, ranks) for group, ranks in groups if group is not GroupMember.NON_GROUP_MEMBER]
 
 
 def _recorded_transfer(operation: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -100,6 +100,39 @@ class Flag(click.Option):
         return ([self.flag, *following], 2) if following else ([], 1)
 
 
+class FieldsCommand(click.Command):
+    """A command that has fields of a file as flags, in addition to its own.
+
+    A word after such a flag is its value, also if it begins with one dash; click would take that for short options.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words after the command's name; see `click.Command.parse_args`.
+
+        Raises:
+            click.UsageError: A flag of the command cannot be parsed, or is given twice.
+        """
+        own = {name: each for each in self.get_params(ctx) if isinstance(each, click.Option) for name in each.opts}
+        words: list[str] = []
+        found: list[click.Option] = []
+        place = 0
+        while place < len(args):
+            word, following = args[place], args[place + 1 : place + 2]
+            flag = own.get(word.partition("=")[0])
+            if flag is not None:
+                if flag in found and not flag.multiple:
+                    raise click.UsageError(f"{word.partition('=')[0]} is given twice.", ctx)
+                found.append(flag)
+                has_value = not flag.is_flag and "=" not in word
+                words += [word, *following] if has_value else [word]
+            else:
+                has_value = word.startswith("--") and word != "--" and "=" not in word and not word.endswith("!")
+                has_value = has_value and not any(each.startswith("--") or each in own for each in following)
+                words.append("=".join([word, *following]) if has_value else word)
+            place += 2 if has_value else 1
+        return super().parse_args(ctx, words)
+
+
 class FlagsCommand(click.Command):
     """A command whose flags end at its first other word, so that the words from there on can be those of a program.
 

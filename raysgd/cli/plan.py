@@ -16,7 +16,7 @@ import click
 
 from raysgd.cli.console import SUCCEEDED, json_flag, print_json
 from raysgd.cli.engine_flags import FILE_FLAG, PREFIX, engine_flags
-from raysgd.cli.flags import Flag, FlagsCommand, parse_bool, parse_int, parse_number
+from raysgd.cli.flags import FieldsCommand, Flag, FlagsCommand, parse_bool, parse_int, parse_number
 from raysgd.cli.train import allow_flag, check_flags
 from raysgd.config.argument_names import nearest
 from raysgd.config.checks import check_choice
@@ -132,7 +132,9 @@ def _plain(value: Any) -> dict[str, Any]:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else dict(vars(value))
 
 
-@click.command("plan", context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
+@click.command(
+    "plan", cls=FieldsCommand, context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+)
 @click.option("-f", "--file", "path", metavar="FILE", required=True, help="The YAML file of `raysgd train`.")
 @allow_flag
 @json_flag

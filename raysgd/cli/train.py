@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from raysgd.cli.console import SUCCEEDED, F, json_flag, print_json
+from raysgd.cli.flags import FieldsCommand
 from raysgd.cli.run import run_to_end, show_all_output
 from raysgd.config.argument_names import nearest
 from raysgd.errors import ConfigError
@@ -36,6 +37,7 @@ def allow_flag(function: F) -> F:
 
 @click.command(
     "train",
+    cls=FieldsCommand,
     help=_HELP,
     context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]},
     options_metavar="-f FILE",

@@ -83,13 +83,13 @@ def split_path(name: str, folder: str) -> tuple[str, str]:
 
     Args:
         name: The argument, for messages.
-        folder: A path, made absolute, or a URI.
+        folder: A path, made absolute, also with ``~``; or a URI.
 
     Raises:
         ConfigError: It is the root of a file system or a bucket, or its name cannot be that of a folder of runs.
     """
     is_uri = "://" in folder
-    path, mark, query = folder.partition("?") if is_uri else (os.path.abspath(folder), "", "")
+    path, mark, query = folder.partition("?") if is_uri else (os.path.abspath(os.path.expanduser(folder)), "", "")
     above, _, last = path.rstrip("/").rpartition("/")
     if is_uri and (not above or above.endswith((":", ":/"))):
         raise ConfigError(

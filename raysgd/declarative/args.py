@@ -7,9 +7,11 @@ place. Values of components' arguments are not looked at here: `raysgd.declarati
 from __future__ import annotations
 
 import dataclasses
+import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from raysgd._util.text import with_article
 from raysgd.config.checks import check_amount, check_choice, check_count
@@ -45,7 +47,28 @@ class FieldError(ConfigError):
 
 
 class _Checked:
-    """Checks of single fields, which say whose field it is."""
+    """Checks fields by their types; errors say which field it is."""
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+            value = getattr(self, name)
+            if (value is None and types.NoneType in kinds) or len(set(kinds) - {types.NoneType}) > 1:
+                continue
+            if get_origin(kinds[0]) is Literal:
+                self._check(name, check_choice, get_args(kinds[0]))
+            elif kinds[0] is bool and not isinstance(value, bool):
+                raise FieldError((name,), f"{name}={value!r} is not a bool; give true or false.")
+            elif kinds[0] is int:
+                self._check(name, check_count, minimum=0 if name == "seed" else 1)
+            elif kinds[0] is float:
+                self._check(name, check_amount)
+            elif kinds[0] is str and value is not None and not isinstance(value, str):
+                raise FieldError((name,), f"{name}={value!r} is {with_article(type(value).__name__)}; give a text.")
+            elif get_origin(kinds[0]) is Mapping and not (
+                isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+            ):
+                raise FieldError((name,), f"{name}={value!r} is not a mapping of argument names to values.")
 
     def _check(self, name: str, check: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         try:
@@ -53,23 +76,16 @@ class _Checked:
         except ConfigError as error:
             raise FieldError((name,), str(error)) from None
 
-    def _check_unless_none(self, name: str, check: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if getattr(self, name) is not None:
-            self._check(name, check, *args, **kwargs)
-
-    def _check_bools(self, *names: str) -> None:
+    def _check_paths(self, *names: str) -> None:
         for name in names:
-            if not isinstance(getattr(self, name), bool):
-                raise FieldError((name,), f"{name}={getattr(self, name)!r} is not a bool; give true or false.")
-
-    def _check_texts(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise FieldError((name,), f"{name}={value!r} is {with_article(type(value).__name__)}; give a text.")
+            if (found := re.search(r"\$\{?(\w+)\}?", getattr(self, name) or "")) is not None:
+                raise FieldError(
+                    (name,),
+                    f"{name}={getattr(self, name)!r} has {found[0]}, which is not resolved: write ${{{found[1]}}} in a file "
+                    "or on the command line.",
+                )
 
     def _check_full_names(self, *names: str, also: Sequence[str] = ()) -> None:
-        self._check_texts(*names)
         for name in names:
             value = getattr(self, name)
             if value and value not in also and not is_full_name(value):
@@ -79,13 +95,6 @@ class _Checked:
         for name in names:
             if not getattr(self, name):
                 raise FieldError((name,), f"{name} is empty; give a text, or leave it out.")
-        self._check_texts(*names)
-
-    def _check_arguments(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-                raise FieldError((name,), f"{name}={value!r} is not a mapping of argument names to values.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,18 +133,7 @@ class ComputeConfig(_Checked):
     user_config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._check("plan_ngpus", check_count, minimum=1)
-        self._check_unless_none("runtime_ngpus", check_count, minimum=1)
-        self._check("zero_ngroups", check_count, minimum=1)
-        self._check_bools(
-            "constant_folding",
-            "use_zero",
-            "zero_use_reduce_scatter",
-            "inference_only",
-            "use_end2end",
-            "use_async_reducer",
-        )
-        self._check_arguments("pas_config", "user_config")
+        super().__post_init__()
         if self.num_workers % self.plan_ngpus:
             raise FieldError(
                 ("runtime_ngpus",),
@@ -174,8 +172,8 @@ class _Component(_Checked):
     _short_names: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_full_names("type", also=self._short_names)
-        self._check_arguments("args")
 
     def _check_type(self, text: str) -> None:
         if self.type is None:
@@ -199,8 +197,8 @@ class _OfStages(_Checked):
     test_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_full_names("type")
-        self._check_arguments("train_args", "val_args", "test_args")
 
     def args_of(self, stage: str) -> Mapping[str, Any]:
         """Return the arguments for ``"train"``, ``"val"`` or ``"test"``."""
@@ -242,9 +240,6 @@ class OptimizerConfig(_Component):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_full_names("aggregate_outputs_fn")
-        self._check_unless_none("clip_gnorm", check_amount)
-        self._check("loss_reduction", check_choice, get_args(LossReduction))
-        self._check("grad_reduction", check_choice, get_args(GradReduction))
         if self.grad_reduction == "per-token-mean" and self.aggregate_outputs_fn is None:
             raise FieldError(
                 ("grad_reduction",),
@@ -322,7 +317,6 @@ class LRSchedulerConfig(_Component):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("interval", check_choice, get_args(Interval))
         self._check_type("lr_scheduler has no type; give its full name, or leave out lr_scheduler.")
 
 
@@ -358,12 +352,9 @@ class CheckpointConfig(_Checked):
     resume_from: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_given("save_dir")
-        self._check_texts("resume_from")
-        self._check_bools("no_save", "save_last", "save_best", "symlink_best_and_last")
-        self._check("save_type", check_choice, get_args(SaveType))
-        for name in ("every_n_train_steps", "every_n_epochs", "keep_last_n_checkpoints"):
-            self._check_unless_none(name, check_count, minimum=1)
+        self._check_paths("save_dir", "resume_from")
         if self.every_n_train_steps is not None and self.every_n_epochs is not None:
             raise FieldError(
                 ("every_n_epochs",),
@@ -436,6 +427,7 @@ class HookMapConfig(_Checked):
     on_save_checkpoint: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_full_names(*(each.name for each in dataclasses.fields(self)))
 
 
@@ -516,28 +508,14 @@ class TrainerArgs(_Checked):
     search: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_given("gen_savedir", "pas_policy")
-        self._check_texts("instance_name", "tracing_from_weights")
+        self._check_paths("gen_savedir", "tracing_from_weights")
         self._check_full_names("init_env_fn")
         self._check("gen_reuse", check_choice, GEN_REUSE)
         self._check("broadcast_strategy", check_choice, BROADCAST)
-        self._check("run_mode", check_choice, get_args(RunMode))
         if "." not in self.pas_policy:
             self._check("pas_policy", check_choice, POLICIES)
-        self._check("micro_batch_size", check_count, minimum=1)
-        for name in (
-            "global_batch_size",
-            "grad_accumulation_steps",
-            "max_epochs",
-            "max_train_steps",
-            "max_val_steps",
-            "val_every_n_train_steps",
-            "val_every_n_epochs",
-        ):
-            self._check_unless_none(name, check_count, minimum=1)
-        self._check_unless_none("seed", check_count, minimum=0)
-        self._check_bools("enable_progress_bar")
-        self._check_arguments("trainer", "engine", *(() if self.search is None else ("search",)))
         for name in ("model", "optimizer", "dataset"):
             if getattr(self, name).type is None:
                 raise FieldError(
@@ -593,8 +571,10 @@ class TrainerArgs(_Checked):
     def _check_precision(self) -> None:
         if self.precision is None:
             return
-        if not isinstance(self.precision, str):
-            self._check_arguments("precision")
+        if not isinstance(self.precision, (str, Mapping)):
+            raise FieldError(
+                ("precision",), f"precision={self.precision!r} is not a mapping of argument names to values."
+            )
         kinds = {"precision": self.precision} if isinstance(self.precision, str) else self.precision
         allowed = get_args(TensorPrecision)
         for name, value in kinds.items():

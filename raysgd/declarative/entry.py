@@ -243,8 +243,7 @@ class _Job:
 
     @classmethod
     def of(cls, args: TrainerArgs | Mapping[str, Any], allow_import: Sequence[str] | None) -> _Job:
-        if not isinstance(args, TrainerArgs):
-            args = args_of(args)
+        args = args_of(as_values(args) if isinstance(args, TrainerArgs) else args)
         importer = Importer(allow_import)
         with Tree().naming_places():
             _check_names(args, importer)
@@ -446,7 +445,7 @@ def _at_path(path: str) -> Checkpoint:
 
 def list_checkpoints(folder: str) -> list[Checkpoint]:
     """Return the checkpoints of all runs in a folder of runs, oldest first."""
-    storage = Storage.from_uri(folder if "://" in folder else os.path.abspath(folder))
+    storage = Storage.from_uri(folder)
     return [Checkpoint.of_manifest(store.path(each.number), each) for store, each in list_manifests(storage)]
 
 

@@ -34,7 +34,7 @@ from raysgd.torch.batches import count_rows, take_rows
 from raysgd.torch.devices import device, to_device
 from raysgd.torch.evaluation import EvaluationLoader
 from raysgd.torch.loader import PreparedLoader
-from raysgd.torch.rows import FollowedLoader
+from raysgd.torch.rows import FollowedLoader, HandedBatch
 
 _logger = get_logger()
 
@@ -185,8 +185,8 @@ class TrainingLoop:
         if self.train_args.optimizer.grad_reduction != "row-mean":
             return loader
 
-        def on_batch(num_rows: int, is_last: bool) -> None:
-            self._own_rows = num_rows
+        def on_batch(batch: HandedBatch) -> None:
+            self._own_rows = batch.num_rows
 
         return FollowedLoader(loader, on_batch, keeps_repeated=False)
 

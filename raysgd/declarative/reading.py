@@ -8,24 +8,33 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import os
 import re
 import types
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from raysgd.config.argument_names import nearest
 from raysgd.declarative.args import FieldError, HookConfig, HookMapConfig, TrainerArgs
-from raysgd.declarative.values import guess
+from raysgd.declarative.values import TYPE_KEY, guess, is_full_name
 from raysgd.errors import ConfigError, UnknownArgumentError
 
 _Path = tuple[str, ...]
-_REFERENCE = re.compile(r"\$\(([\w.-]+)\)")
-#: Fields that are settings of raysgd, not arguments of components, whose texts are guessed when these are made.
-_SETTINGS = (("trainer",), ("engine",), ("search",), ("compute_config", "pas_config"))
+_NOTHING: Any = object()
+#: ``$(a.b)`` is a field, ``${NAME}`` a field or a variable of the environment; ``$$(`` and ``$${`` are the texts themselves.
+_REFERENCE = re.compile(r"\$\$(?=[({])|\$\(([\w.-]+)\)|\$\{([^{}]*)\}")
+#: Fields that are not arguments of components, whose texts are guessed when these are made.
+_SETTINGS = (
+    ("trainer",), ("engine",), ("search",), ("compute_config", "pas_config"), ("compute_config", "user_config")
+)  # fmt: skip
+#: Sections below which the keys of mappings are any.
+_OPEN_SECTIONS = ("trainer", "search", "compute_config")
+#: Texts that are bools in YAML 1.1 and texts in YAML 1.2.
+_BOOL_WORDS = {"yes": True, "on": True, "no": False, "off": False}
 COMMAND_LINE = "the command line"
 #: A few lines of aliases can stand for billions of values.
 _MAX_VALUES = 100_000
@@ -64,25 +73,13 @@ class Tree:
     @classmethod
     def of_text(cls, text: str, name: str) -> Tree:
         """Read YAML; ``name`` stands for the file in errors."""
-        loader = yaml.SafeLoader(text)
-        try:
-            node = loader.get_single_node()
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            line = "" if mark is None else f", line {mark.line + 1}"
-            raise ConfigError(f"{name}{line}: {getattr(error, 'problem', None) or error}.") from None
-        except RecursionError:
-            raise ConfigError(
-                f"{name}: values are nested too deeply to be read; write them with fewer levels."
-            ) from None
-        finally:
-            loader.dispose()
         tree = cls()
+        node, reader = _compose(text, name, tree.places)
         if node is None:
             return tree
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{name}: the file is not a mapping of names to values, such as max_epochs: 4.")
-        tree.values = _Reader(loader, name, tree.places).read(node, ())
+        tree.values = reader.read(node, ())
         return tree
 
     def place_of(self, path: Sequence[str]) -> str:
@@ -93,80 +90,108 @@ class Tree:
         return f"{where}, {name}" if where and name else where or name
 
     def override(self, words: Sequence[str]) -> None:
-        """Change values as the words of a command line say: ``--a.b value``, ``--a.b=value``, ``--a.b!`` removes it.
+        """Change values as the words of a command line say.
 
-        A flag without a value is true; ``-`` in names counts as ``_``.
+        ``--a.b value`` and ``--a.b=value`` set a value, ``--a.b!`` removes it, ``--a.b+=value`` and ``--a.b-=value`` append an
+        entry to a list and remove it. A flag without a value is true; ``-`` in names of fields counts as ``_``. A value that
+        begins with a bracket is YAML.
 
         Raises:
             ConfigError: A word is not a flag or its value, or what is to be removed does not exist.
         """
-        for word, name, value in _flags(words):
-            path = tuple(name.replace("-", "_").split("."))
-            if path[:2] == _SPACE and len(path) > 2:
-                path, value = self._in_space(path, value)
-            if value is _REMOVED:
-                self._remove(path, word)
-            else:
-                self._set(path, value, word)
+        before = copy.deepcopy(self.values)
+        changed = [self._change(name, value, word) for word, name, value in _flags(words)]
+        with self.naming_places():
+            check_classes(before, self.values, changed)
 
-    def _in_space(self, path: _Path, value: Any) -> tuple[_Path, Any]:
-        """Return path and value of an entry of a search's space, whose keys are names with dots.
+    def _change(self, name: str, value: Any, word: str) -> _Path:
+        """Make a change, which the user has written as a word; return the path to the value."""
+        place = f"{COMMAND_LINE} ({word})"
+        change = name[-1:] if name.endswith(("!", "+", "-")) else ""
+        parts = tuple(name.removesuffix(change).split("."))
+        if parts[:2] == _SPACE and len(parts) > 2:
+            parts, value = self._in_space(parts, value)
+        inside, key, path = self._find(parts, place, makes=change in ("", "+"))
+        found = _entry(inside, key)
+        if isinstance(value, str):
+            value = _read_word(value, path, place)
+        if change in ("!", "-") and found is _NOTHING:
+            known = [str(each) for each in inside]
+            raise ConfigError(
+                f"{word}: {'.'.join(path)} is not set, so it cannot be removed{nearest(path[-1], known)}."
+            )
+        if change == "!":
+            del inside[key]
+        elif change:
+            entries = [] if found in (_NOTHING, None) else found
+            if not isinstance(entries, list):
+                raise ConfigError(f"{word}: {'.'.join(path)} is {found!r}, not a list.")
+            kept = [each for each in entries if change == "+" or _guessed(each) != _guessed(value)]
+            if change == "-" and kept == entries:
+                raise ConfigError(f"{word}: {'.'.join(path)} has no entry {value!r}; it is {found!r}.")
+            inside[key] = [*kept, value] if change == "+" else kept
+        else:
+            inside[key] = _changed(found, value) if len(path) == 1 else value
+        self._forget_places(path)
+        if change != "!":
+            self.places[path] = place
+        return path
+
+    def _in_space(self, parts: _Path, value: Any) -> tuple[_Path, Any]:
+        """Return name and value of an entry of a search's space, whose keys are names with dots.
 
         The name of a function of ``ray.tune`` may follow the field's: ``--search.space.optimizer.args.lr.uniform [0, 1]``.
         """
         search = self.values.get("search")
         space = search.get("space") if isinstance(search, dict) else None
-        *field, kind = path[2:]
-        name = ".".join(path[2:])
+        *field, kind = parts[2:]
+        name = ".".join(parts[2:])
         if not field or kind not in SPACES or (isinstance(space, dict) and name in space):
-            return (*_SPACE, name), value
-        return (*_SPACE, ".".join(field)), value if value is _REMOVED else {kind: value}
+            return (*_SPACE, name.replace("-", "_")), value
+        if isinstance(value, str):
+            value = _read_word(value, parts, COMMAND_LINE)
+        return (*_SPACE, ".".join(field).replace("-", "_")), {kind: value}
 
-    def _set(self, path: _Path, value: Any, word: str) -> None:
-        inside: Any = self.values
-        for place, name in enumerate(path):
-            is_last = place == len(path) - 1
-            if isinstance(inside, list):
-                index = self._index(inside, name, word)
-                if is_last:
-                    inside[index] = value
-                else:
-                    inside = inside[index]
-            elif is_last:
-                inside[name] = value
-            else:
-                if not isinstance(inside.get(name), (dict, list)):
-                    inside[name] = [] if path[place + 1].isdigit() else {}
-                    self.places[path[: place + 1]] = f"{COMMAND_LINE} ({word})"
-                inside = inside[name]
-        self._forget_places(path)
-        self.places[path] = f"{COMMAND_LINE} ({word})"
+    def _find(self, parts: _Path, place: str, *, makes: bool) -> tuple[Any, Any, _Path]:
+        """Return the dict or list that has the value of this name, its key there, and the path to it.
 
-    def _remove(self, path: _Path, word: str) -> None:
+        Args:
+            parts: The name, divided at its dots; keys may have dots themselves.
+            place: Where it was written.
+            makes: Whether dicts and lists on the way that do not exist are made.
+
+        Raises:
+            ConfigError: A value on the way is not a dict or list, or a list is shorter.
+        """
         inside: Any = self.values
-        for name in path[:-1]:
-            inside = inside.get(name) if isinstance(inside, dict) else None
-        if not isinstance(inside, dict) or path[-1] not in inside:
-            known = list(inside) if isinstance(inside, dict) else []
-            raise ConfigError(
-                f"{word}: {'.'.join(path)} is not set, so it cannot be removed{nearest(path[-1], known)}."
-            )
-        del inside[path[-1]]
-        self._forget_places(path)
+        path: _Path = ()
+        while True:
+            key, num_parts = _key_of(inside, parts, path)
+            path, parts = (*path, str(key)), parts[num_parts:]
+            found = _entry(inside, key)
+            if isinstance(inside, list) and found is _NOTHING:
+                if key != len(inside) or not makes:
+                    raise ConfigError(f"{place}: {str(key)!r} is not the number of an entry; give 0 to {len(inside)}.")
+                inside.append(None)
+            if not parts:
+                return inside, key, path
+            if found in (_NOTHING, None):
+                found = [] if parts[0].isdecimal() else {}
+                self.places[path] = place
+            elif is_full_name(found) and path[-2:-1] in ((), ("log",)):
+                found = {"type": found}  # the short form of a component
+            elif not isinstance(found, (dict, list)):
+                raise UnknownArgumentError(f"{place}: {'.'.join(path)} is {found!r}, which has no field {parts[0]!r}.")
+            if makes:
+                inside[key] = found
+            inside = found
 
     def _forget_places(self, path: _Path) -> None:
         for place in [place for place in self.places if place[: len(path)] == path]:
             del self.places[place]
 
-    def _index(self, values: list[Any], name: str, word: str) -> int:
-        if not name.isdigit() or int(name) > len(values):
-            raise ConfigError(f"{word}: {name!r} is not the number of an entry; give 0 to {len(values)}.")
-        if int(name) == len(values):
-            values.append({})
-        return int(name)
-
     def resolved(self) -> dict[str, Any]:
-        """Return the values with every ``$(a.b)`` replaced by the value of that name.
+        """Return the values with references and ``~`` replaced by what they stand for.
 
         Raises:
             ConfigError: A name does not exist, or references form a cycle.
@@ -179,27 +204,45 @@ class Tree:
             return {key: self._resolve(each, (*path, str(key)), using) for key, each in value.items()}
         if isinstance(value, list):
             return [self._resolve(each, (*path, str(place)), using) for place, each in enumerate(value)]
-        if not isinstance(value, str) or "$(" not in value:
+        if not isinstance(value, str):
             return value
         if (whole := _REFERENCE.fullmatch(value)) is not None:
-            return self._look_up(whole[1], path, using)
-        return _REFERENCE.sub(lambda found: str(self._look_up(found[1], path, using)), value)
+            value = self._look_up(whole, path, using)
+        else:
+            value = _REFERENCE.sub(lambda found: str(self._look_up(found, path, using)), value)
+        is_of_home = isinstance(value, str) and (value == "~" or value.startswith("~/"))
+        return os.path.expanduser(value) if is_of_home else value
 
-    def _look_up(self, name: str, path: _Path, using: tuple[str, ...]) -> Any:
+    def _look_up(self, reference: re.Match[str], path: _Path, using: tuple[str, ...]) -> Any:
+        field, variable = reference.groups()
+        name = field or variable
+        if name is None:
+            return "$"
         if name in using:
             cycle = " -> ".join((*using[using.index(name) :], name))
             raise ConfigError(f"{self.place_of(path)}: the references form a cycle: {cycle}.")
+        space = _entry(self.values.get("search"), "space") if path[0] != "search" else None
+        searched = space if isinstance(space, Mapping) else ()
+        if any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in searched):
+            raise ConfigError(
+                f"{self.place_of(path)}: {reference[0]} refers to {name}, which search.space changes: the trials would get the "
+                f"value of the file. Give {'.'.join(path)} in search.space, too."
+            )
         inside: Any = self.values
-        for part in name.split("."):
-            key: Any = int(part) if isinstance(inside, list) and part.isdigit() else part
-            try:
-                inside = inside[key]
-            except (KeyError, IndexError, TypeError):
-                known = list(inside) if isinstance(inside, dict) else []
+        parts, at = tuple(name.split(".")), _Path()
+        while parts:
+            key, num_parts = _key_of(inside, parts, at)
+            if (found := _entry(inside, key)) is _NOTHING:
+                if variable is not None and variable in os.environ:
+                    return os.environ[variable]
+                what = "not set" if variable is None else "neither a field nor a variable of the environment"
+                close = nearest(parts[0], [str(each) for each in inside] if isinstance(inside, dict) else [])
                 raise ConfigError(
-                    f"{self.place_of(path)}: $({name}) refers to {name}, which is not set{nearest(part, known)}."
-                ) from None
-        return self._resolve(copy.deepcopy(inside), tuple(name.split(".")), (*using, name))
+                    f"{self.place_of(path)}: {reference[0]} refers to {name}, which is {what}{close}; ${reference[0]} is the "
+                    "text itself."
+                )
+            inside, at, parts = found, (*at, str(key)), parts[num_parts:]
+        return self._resolve(copy.deepcopy(inside), at, (*using, name))
 
     def make_args(self) -> TrainerArgs:
         """Make `TrainerArgs` of the values.
@@ -232,45 +275,104 @@ def args_of(values: Mapping[str, Any]) -> TrainerArgs:
 
 
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested values with others in their place; names may have dots: ``{"optimizer.args.lr": 0.1}``."""
+    """Return nested values with others in their place; names may have dots: ``{"optimizer.args.lr": 0.1}``.
+
+    The values of a section change the fields that they have; if its ``type`` is among them, arguments of the class before go.
+    """
     tree = Tree(copy.deepcopy(dict(values)))
-    for name, value in changes.items():
-        path = tuple(name.split("."))
-        inside: Any = tree.values
-        for part in path[:-1]:
-            if isinstance(inside, list):
-                inside = inside[int(part)]
-                continue
-            if inside.get(part) is None:
-                inside[part] = {}
-            inside = inside[part]
-        if (
-            isinstance(value, Mapping)
-            and isinstance(inside, MutableMapping)
-            and isinstance(inside.get(path[-1]), Mapping)
-        ):
-            inside[path[-1]] = merge(inside[path[-1]], value)
-        elif isinstance(inside, list):
-            inside[int(path[-1])] = value
-        else:
-            inside[path[-1]] = value
+    for name in sorted(changes, key=lambda name: name.count(".")):  # sections before what is in them
+        inside, key, path = tree._find(tuple(name.split(".")), name, makes=True)
+        is_section = len(path) == 1 and isinstance(inside, dict)
+        inside[key] = _changed(inside.get(key), changes[name]) if is_section else changes[name]
     return tree.values
 
 
+def _changed(section: Any, changes: Any) -> Any:
+    """Return a section with the fields that a mapping has; with another ``type`` arguments of the class before go."""
+    if isinstance(changes, str) and is_full_name(changes) and isinstance(section, Mapping):
+        changes = {"type": changes}
+    if not isinstance(section, Mapping) or not isinstance(changes, Mapping):
+        return changes
+    kept = {key: value for key, value in section.items() if "type" not in changes or not key.endswith("args")}
+    return {**kept, **changes}
+
+
+def check_classes(before: Any, after: Any, changed: Sequence[_Path], path: _Path = ()) -> None:
+    """Check that a class that is in the place of another one does not get arguments of that.
+
+    Args:
+        before: Values.
+        after: The same after changes.
+        changed: The paths of the changes.
+        path: Where the values are.
+
+    Raises:
+        FieldError: It does; the message names them.
+    """
+    if isinstance(before, list) and isinstance(after, list):
+        before, after = dict(enumerate(before)), dict(enumerate(after))
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return
+    for key, value in after.items():
+        check_classes(before.get(key), value, changed, (*path, str(key)))
+    is_argument = any(part.endswith("args") for part in path)
+    kind = TYPE_KEY if is_argument else "type"
+    old, new = before.get(kind), after.get(kind)
+    if old == new or not is_full_name(old) or not is_full_name(new):
+        return
+    for owner in [path] if is_argument else [(*path, key) for key in after if key.endswith("args")]:
+        args = after if is_argument else after[owner[-1]]
+        here = [(*owner, str(key)) for key in args or () if key != kind]
+        if left := [each[-1] for each in here if not any(each[: len(one)] == one for one in changed)]:
+            raise FieldError(
+                (*path, kind),
+                f"{new} is another class than {old}, whose arguments it would get: {', '.join(left)}. Give {'.'.join(owner)} "
+                "with all arguments that it shall have, or '{}' for none.",
+            )
+
+
 def as_values(args: Any) -> Any:
-    """Return nested dicts and lists with the fields of `TrainerArgs`, in their order."""
+    """Return nested dicts and lists with the fields of `TrainerArgs`, in their order, as they are written in a file."""
     if dataclasses.is_dataclass(args) and not isinstance(args, type):
         return {each.name: as_values(getattr(args, each.name)) for each in dataclasses.fields(args)}
     if isinstance(args, Mapping):
         return {key: as_values(value) for key, value in args.items()}
     if isinstance(args, (list, tuple)):
         return [as_values(each) for each in args]
-    return args
+    return re.sub(r"\$(?=[({])", "$$", args) if isinstance(args, str) else args
+
+
+def _entry(inside: Any, key: Any) -> Any:
+    """Return the value of a key or the entry of a number; `_NOTHING` if there is none."""
+    try:
+        return inside[key]
+    except (KeyError, IndexError, TypeError):
+        return _NOTHING
+
+
+def _key_of(inside: Any, parts: _Path, path: _Path) -> tuple[Any, int]:
+    """Return the key of a dict, or the number of an entry, that the first parts of a name are, and how many parts."""
+    if isinstance(inside, list):
+        return (int(parts[0]) if parts[0].isdecimal() else parts[0]), 1
+    keys = list(inside) if isinstance(inside, dict) else []
+    names = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    found = [(key, place + 1) for place, name in enumerate(names) for key in keys if str(key) == name]
+    if len(found) > 1:
+        either = " or ".join(repr(key) for key, _ in found)
+        raise ConfigError(f"{'.'.join((*path, *parts))} may be in {either}; give the mapping as a whole.")
+    found = found or [(names[0].replace("-", "_"), 1)]
+    if found[0][0] in keys or not _has_any_keys(path):
+        return found[0]
+    are_numbers = bool(keys) and all(type(key) is int for key in keys) and parts[0].isdecimal()
+    return (int(parts[0]) if are_numbers else parts[0]), 1
+
+
+def _has_any_keys(path: _Path) -> bool:
+    """Return whether the keys of the mapping at this path are any, not names of fields or arguments."""
+    return len(path) > 1 and (path[0] in _OPEN_SECTIONS or any(part.endswith("args") for part in path[:-1]))
 
 
 # -- words of a command line -----------------------------------------------------------------------------------------------
-
-_REMOVED: Any = object()
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
@@ -287,7 +389,7 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
         if is_pair:
             yield word, name, value
         elif name.endswith("!"):
-            yield word, name[:-1], _REMOVED
+            yield word, name, None
         elif place < len(words) and not words[place].startswith("--"):
             yield f"{word} {words[place]}", name, words[place]
             place += 1
@@ -295,7 +397,71 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
             yield word, name, True
 
 
+def _read_word(text: str, path: _Path, place: str) -> Any:
+    """Return the list or mapping that a text of the command line is, or the text."""
+    _check_bool_word(text, path, place)
+    if text[:1] not in tuple("[{"):
+        return text
+    if isinstance(value := guess(text), (list, dict)):
+        return value
+    node, reader = None, None
+    with contextlib.suppress(ConfigError):  # a text, such as "[CLS] first"
+        node, reader = _compose(text, place, {})
+    return text if node is None or reader is None else reader.read(node, path)
+
+
+def _check_bool_word(text: str, path: _Path, place: str) -> None:
+    """Refuse a word that may be a bool or a text, where no field says which.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    is_typed = len(path) < 2 or not (_has_any_keys(path) or path[0] == "engine" or path[-2].endswith("args"))
+    if text.lower() in _BOOL_WORDS and not is_typed:
+        raise ConfigError(
+            f"{place}, {'.'.join(path)}: {text} is a bool in YAML 1.1 and a text in YAML 1.2; write "
+            f"{str(_BOOL_WORDS[text.lower()]).lower()}, or with quotes \"'{text}'\" for the text."
+        )
+
+
 # -- YAML ----------------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+    """Reads texts that YAML 1.1 makes dates, times, octal numbers and bools, such as ``010`` and ``on``, as texts."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+
+_DIGITS = r"[0-9][0-9_]*"
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)", [*"-+0123456789"]),
+    ("float", rf"[-+]?(?:{_DIGITS}\.[0-9_]*|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?", [*"-+0123456789."]),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", [*"-+."]),
+    ("merge", "<<", ["<"]),
+):  # fmt: skip
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
+
+
+def _compose(text: str, name: str, places: dict[_Path, str]) -> tuple[yaml.Node | None, _Reader]:
+    """Parse YAML; return its root and what makes values of it.
+
+    Raises:
+        ConfigError: It is not YAML.
+    """
+    loader = _Loader(text)
+    try:
+        return loader.get_single_node(), _Reader(loader, name, places)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise ConfigError(f"{name}{line}: {getattr(error, 'problem', None) or error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: values are nested too deeply to be read; write them with fewer levels.") from None
+    finally:
+        loader.dispose()
 
 
 class _Reader:
@@ -322,7 +488,10 @@ class _Reader:
                 return [self.read(each, (*path, str(place))) for place, each in enumerate(node.value)]
             if isinstance(node, yaml.MappingNode):
                 return self._mapping(node, path)
-            return self._scalar(node)
+            value = self._scalar(node)
+            if isinstance(value, str) and node.style is None:
+                _check_bool_word(value, path, line)
+            return value
         finally:
             self._open.pop()
 
@@ -332,8 +501,7 @@ class _Reader:
         for key_node, value_node in node.value:
             key: Any = self._scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
             where = f"{self._name}, line {key_node.start_mark.line + 1}"
-            is_value = any(part.endswith("args") for part in path[:-1])  # a dict that is the argument of a component
-            if not isinstance(key, str) and not (is_value and isinstance(key, (int, float, bool))):
+            if not isinstance(key, str) and not (_has_any_keys(path) and isinstance(key, (int, float, bool))):
                 raise ConfigError(f"{where}: {key!r} is not a name; keys are texts.")
             if not path:
                 key = str(key).replace("-", "_")
@@ -356,9 +524,12 @@ class _Reader:
 
 
 def _build(kind: type, values: Any, path: _Path) -> Any:
-    """Make a dataclass of a mapping; errors carry the whole path."""
+    """Make a dataclass of a mapping, or of the full name of a component; errors carry the whole path."""
+    if isinstance(values, str) and is_full_name(values):
+        values = {"type": values}
     if not isinstance(values, Mapping):
-        raise FieldError(path, f"{values!r} is not a mapping of names to values.")
+        also = " or the full name of a class" if hasattr(kind, "type") else ""
+        raise FieldError(path, f"{values!r} is not a mapping of names to values{also}.")
     hints = get_type_hints(kind)
     known = [each.name for each in dataclasses.fields(kind)]
     given: dict[str, Any] = {}
@@ -387,12 +558,15 @@ def _value(hint: Any, value: Any, path: _Path) -> Any:
     if types.NoneType in kinds and isinstance(value, str) and value.lower() in ("none", "null"):
         return None
     if isinstance(value, str) and str not in kinds and not any(get_origin(kind) is Literal for kind in kinds):
-        value = guess(value)
+        value = _BOOL_WORDS.get(value.lower(), value) if bool in kinds else value
+        value = guess(value) if isinstance(value, str) else value
     if value is None and types.NoneType in kinds:
         return None
     nested = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
     if nested == [HookConfig, HookMapConfig]:
-        nested = [HookConfig if isinstance(value, Mapping) and "type" in value else HookMapConfig]
+        nested = [
+            HookConfig if isinstance(value, str) or (isinstance(value, Mapping) and "type" in value) else HookMapConfig
+        ]
     if nested and dataclasses.is_dataclass(value) and type(value) in nested:
         return value
     if nested:

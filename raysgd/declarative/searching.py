@@ -12,9 +12,9 @@ from raysgd.callbacks.base import Callback
 from raysgd.config.argument_names import nearest, refuse_unknown_fields
 from raysgd.config.checks import check_choice, check_count, from_mapping
 from raysgd.declarative.args import FieldError, TrainerArgs
-from raysgd.declarative.reading import SPACES, Tree, as_values
+from raysgd.declarative.reading import SPACES, Tree, args_of, as_values, check_classes, merge
 from raysgd.declarative.values import Importer
-from raysgd.errors import ConfigError, TrainFuncError
+from raysgd.errors import ConfigError, TrainFuncError, UnknownArgumentError
 from raysgd.trainer.trainer import Trainer
 
 #: What a training reports after each step; with validation data also its loss.
@@ -78,6 +78,13 @@ def check_search(args: TrainerArgs) -> SearchConfig:
     for name, value in settings.space.items():
         _check_field(name, base)
         _check_space(name, value)
+        tried = next(iter(value.values())) if isinstance(value, Mapping) else value
+        for each in tried if isinstance(tried, list) else ():
+            _refuse_inner_space(name, each)
+            try:
+                check_classes(base, merge(base, {name: each}), [tuple(one.split(".")) for one in settings.space])
+            except FieldError as error:
+                raise FieldError(("search", "space", name), str(error)) from None
     return settings
 
 
@@ -92,7 +99,7 @@ def search(args: TrainerArgs, training: Any, trainer: Trainer, callbacks: Sequen
     base = as_values(replace(args, search=None))
     with Tree().naming_places():
         settings = check_search(args)
-        space = {name: _space_of(name, value, base) for name, value in settings.space.items()}
+        space = {name: _space_of(name, as_values(value)) for name, value in settings.space.items()}
     importer = Importer(training.allowed)
     metric = settings.metric or ("val_loss" if args.dataset.val_args else "train_loss")
     with trainer:
@@ -137,12 +144,10 @@ def _component(importer: Importer, given: Mapping[str, Any] | None) -> Any:
     return None if given is None else importer.build(str(given.get("type")), given.get("args", {}))
 
 
-def _space_of(name: str, value: Any, base: Mapping[str, Any]) -> Any:
+def _space_of(name: str, value: Any) -> Any:
     """Return the space that is tried for a field."""
     from ray import tune
 
-    _check_field(name, base)
-    _check_space(name, value)
     if isinstance(value, list):
         return tune.choice(value)
     ((kind, given),) = value.items()
@@ -174,23 +179,25 @@ def _check_space(name: str, value: Any) -> None:
         )
 
 
+def _refuse_inner_space(name: str, value: Any) -> None:
+    """Refuse a function of ``ray.tune`` inside of a value that is tried; the component would get its name."""
+    inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
+    if isinstance(value, Mapping) and len(inner) == 1 and isinstance(inner[0], list) and {*value} <= {*SPACES}:
+        raise FieldError(
+            ("search", "space", name),
+            f"{value!r} is inside of a value that is tried, and only a whole field has a space: give it by the field's "
+            "name, such as model.args.width: {randint: [1, 4]}.",
+        )
+    for each in inner:
+        _refuse_inner_space(name, each)
+
+
 def _check_field(name: str, base: Mapping[str, Any]) -> None:
     """Check that a field exists; arguments of components may be new."""
-    inside: Any = base
-    parts = name.split(".")
-    for place, part in enumerate(parts):
-        if isinstance(inside, list):
-            inside = inside[int(part)] if part.isdigit() and int(part) < len(inside) else None
-        elif isinstance(inside, Mapping) and part in inside:
-            inside = inside[part]
-        elif (isinstance(inside, Mapping) and any(each.endswith("args") for each in parts[:place])) or inside is None:
-            return
-        elif not isinstance(inside, (Mapping, list)):
-            close = nearest(part, SPACES) or f"; give one of {SPACES} after {'.'.join(parts[:place])}"
-            raise FieldError(
-                ("search", "space", name),
-                f"{'.'.join(parts[:place])} is {inside!r}, which has no field {part!r}{close}.",
-            )
-        else:
-            known = list(inside) if isinstance(inside, Mapping) else []
-            raise FieldError(("search", "space", name), f"there is no such field{nearest(part, known)}.")
+    try:
+        args_of(merge(base, {name: None}))
+    except UnknownArgumentError as error:
+        text, close = str(error).partition(": ")[2].rstrip("."), nearest(name.rpartition(".")[2], SPACES)
+        raise FieldError(("search", "space", name), f"{text}{close}.") from None
+    except ConfigError:  # None is not what will be tried
+        pass

@@ -10,6 +10,8 @@ import builtins
 import contextlib
 import importlib
 import importlib.util
+import inspect
+import math
 import sys
 import tokenize
 import types
@@ -109,7 +111,11 @@ class Importer:
             ComponentError: It does not exist, or does not take these arguments.
         """
         made = self.load(name)
-        resolved = {key: self.resolve(value) for key, value in given.items()} | objects
+        texts = _text_arguments(made)
+        resolved = {
+            key: value if key in texts and isinstance(value, str) else self.resolve(value)
+            for key, value in given.items()
+        } | objects
         if not callable(made):
             raise ComponentError(f"{name} is not callable; give the full name of a class or function.")
         try:
@@ -159,12 +165,29 @@ class Importer:
             raise ComponentError(f"{value[VALUE_KEY]!r} cannot be made {kind}: {error}.") from None
 
 
+def _text_arguments(made: Any) -> set[str]:
+    """Return the arguments of a class or function that are annotated as texts."""
+    try:
+        parameters = inspect.signature(made).parameters.values()
+    except (TypeError, ValueError):
+        return set()
+    return {each.name for each in parameters if each.annotation in (str, "str")}
+
+
+#: Texts that are values in YAML, and not in Python.
+_OF_YAML = {
+    "true": True, "false": False, "null": None,
+    ".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan,
+}  # fmt: skip
+
+
 def guess(text: str) -> Any:
     """Return the Python literal that a text is, or the text."""
     try:
-        return ast.literal_eval(text)
+        value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return {"true": True, "false": False, "null": None}.get(text, text)
+        return _OF_YAML.get(text.lower(), text)
+    return text if value is ... else value
 
 
 # -- names that do not exist -----------------------------------------------------------------------------------------------

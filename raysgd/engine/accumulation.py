@@ -7,13 +7,14 @@ class Accumulation:
     """Counts the batches of a step. A batch may have several backward passes, whose gradients add up, or none.
 
     A step is complete with the first backward pass of its last batch: after ``steps`` batches, or with the last batch of a
-    loader. A batch begins where a loader hands it out (`on_batch`), or where a backward pass follows a call of the optimizer.
+    loader. A batch begins with its first backward pass: `UsedBatches` calls `on_batch` for those of a loader, and for those that
+    have none; of others, it is the one that follows a call of the optimizer.
 
     Args:
         steps: Batches per step.
 
     Attributes:
-        is_last_batch: The loader has handed out its last batch.
+        is_last_batch: The last batch of a loader has begun.
         was_skipped: The last step was skipped, because its gradients overflowed.
         has_computed: The model was called since the last backward pass.
         is_unclear: No loader says whether this unfinished batch is one with several losses, or several batches.
@@ -38,6 +39,15 @@ class Accumulation:
         """Whether the step is complete after the next backward pass."""
         return self._is_complete or self.is_last_batch or self._count + self._begins >= self.steps
 
+    def completes_with(self, num_batches: int, *, is_last: bool) -> bool:
+        """Return whether the step is complete after the next backward pass, if so many batches begin before it.
+
+        Args:
+            num_batches: Batches, of which the pass is of the last one.
+            is_last: Whether that is the last one of its loader.
+        """
+        return self._is_complete or is_last or self._count + num_batches >= self.steps
+
     @property
     def is_complete(self) -> bool:
         """Whether the gradients of the step are complete, and the optimizer has not used them yet."""
@@ -47,6 +57,11 @@ class Accumulation:
     def is_open(self) -> bool:
         """Whether gradients were collected that no optimizer step has used yet."""
         return self._num_passes > 0
+
+    @property
+    def num_batches(self) -> int:
+        """The batches of the step so far."""
+        return self._count
 
     @property
     def is_first_pass(self) -> bool:
@@ -81,6 +96,10 @@ class Accumulation:
         """The optimizer was called, which ends a batch."""
         self._begins = self._is_first = True
         self.is_unclear = False
+
+    def resume(self, num_batches: int) -> None:
+        """Continue a step of which so many batches were used."""
+        self._count, self._num_passes = num_batches, 1
 
     def discard(self) -> None:
         """The gradients of a complete step were dropped."""

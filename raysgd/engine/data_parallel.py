@@ -21,7 +21,7 @@ from raysgd.engine.config import EngineConfig
 from raysgd.engine.optimizer_shards import DividedShards, OptimizerShards, average_gradients, in_buckets
 from raysgd.errors import UsageError
 from raysgd.session import api
-from raysgd.torch.model import DistributedModel, broadcast_from_rank_0, prepare_model, unwrap
+from raysgd.torch.model import DistributedModel, broadcast_buffers, broadcast_from_rank_0, prepare_model, unwrap
 
 #: Returns the mesh of all workers.
 Mesh = Callable[[], DeviceMesh]
@@ -75,8 +75,8 @@ class DataParallel:
             self._frozen = [each for each in model.parameters() if not each.requires_grad]
         return model
 
-    def begin_forward(self, accumulation: Accumulation) -> None:
-        """Begin a forward pass that a backward pass may follow."""
+    def begin_forward(self, *, will_complete: bool) -> None:
+        """Begin a forward pass that a backward pass may follow, which may complete the step."""
 
     def begin_pass(self, accumulation: Accumulation) -> None:
         """Begin a backward pass."""
@@ -91,6 +91,19 @@ class DataParallel:
         """
         if self._collects_each_pass or accumulation.is_complete:
             self.shards.collect_gradients()
+
+    def share_gradients(self) -> None:
+        """Make the gradients of an unfinished step those of all ranks; passes that follow add to them. All ranks call it."""
+        if not self._collects_each_pass:
+            self.shards.collect_gradients()
+
+    def resume_gradients(self) -> None:
+        """Continue a step whose gradients, as `share_gradients` made them, were restored."""
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give all replicas the buffers of the first one, which are those that are evaluated and saved. All ranks call it."""
+        if api.world_size() > (size := self._config.workers_per_replica):
+            broadcast_buffers(model, self._mesh().get_group("dp") if size > 1 else None)
 
     def check_gradients(self) -> None:
         """Check that the gradients of a complete step are those of all ranks.
@@ -124,6 +137,7 @@ class DdpReplicas(DataParallel):
         wrapped = prepare_model(model, move_to_device=False, ddp_kwargs=settings)
         if not isinstance(wrapped, DistributedModel):
             return super().wrap(model)
+        wrapped.broadcast_buffers = False  # see `share_buffers`
         self._model, self._parameters = wrapped, list(model.parameters())
         self._averaged = self._trained()
         self._note([""], "DDP")
@@ -132,11 +146,11 @@ class DdpReplicas(DataParallel):
     def _trained(self) -> list[bool]:
         return [each.requires_grad for each in self._parameters]
 
-    def begin_forward(self, accumulation: Accumulation) -> None:
+    def begin_forward(self, *, will_complete: bool) -> None:
         """Make DDP average gradients in the backward pass that completes a step, and in no other."""
         if self._model is None:
             return
-        self._model.require_backward_grad_sync = accumulation.will_complete
+        self._model.require_backward_grad_sync = will_complete
         trained = self._trained()
         if trained != self._averaged and any(trained):
             self._averaged = trained
@@ -151,9 +165,14 @@ class DdpReplicas(DataParallel):
 
     def end_pass(self, accumulation: Accumulation) -> None:
         if self._is_averaged_late:
+            self.share_gradients()
+        super().end_pass(accumulation)
+
+    def share_gradients(self) -> None:
+        if self._model is not None:
             for bucket in in_buckets([each for each in self._parameters if each.requires_grad]):
                 average_gradients(bucket, self._mesh().get_group("dp"))
-        super().end_pass(accumulation)
+        super().share_gradients()
 
     def check_gradients(self) -> None:
         super().check_gradients()

@@ -181,12 +181,12 @@ class Engine:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def begin_step(self, num_batches: int) -> None:
-        """Set how many batches the next step has, in place of ``accumulation_steps``; for loops that read batches ahead."""
+        """Set how many batches the next step has, in place of ``accumulation_steps``."""
         self._running().set_num_batches(check_count("begin_step(num_batches)", num_batches, minimum=1))
 
     def begin_batch(self, num_rows: int) -> None:
         """Set how many rows of the next batch count, which weigh its gradients; for loops with loaders of their own."""
-        self._running().on_batch(num_rows)
+        self._running().begin_batch(num_rows)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of a complete step, which are those of its mean loss; call it before they are clipped."""
@@ -202,7 +202,7 @@ class Engine:
         Args:
             loss: The mean over the batch on this rank; a scalar.
             weight: With ``weighted_gradients=True``, over how many rows or tokens the mean is. None: the rows of the batch
-                that the engine's loader has handed out last. A batch that only repeats rows has the weight 0 in any case.
+                of the loader that the model was called with. A batch that only repeats rows has the weight 0 in any case.
             retain_graph: As in ``torch.Tensor.backward``: whether another loss of the same graph follows.
 
         Raises:
@@ -243,17 +243,25 @@ class Engine:
         """Save model, optimizer, scheduler and the engine's own state, and ``more`` values; see `raysgd.save_checkpoint`.
 
         Every rank calls it. Each saves the shards that it holds, and any number of ranks with any strategies can load them.
+        Between two batches of a step, the gradients so far are saved too.
 
         Args:
             metrics: What retention ranks the checkpoint by, as for `raysgd.save_checkpoint`.
             merged: Whether rank 0 collects whole tensors in host memory and saves them in one part.
             **more: Values that `load_checkpoint` returns; equal on all ranks.
+
+        Raises:
+            UsageError: It is called between ``engine.backward`` and ``optimizer.step`` of a complete step.
         """
         if taken := sorted({*SAVED_NAMES} & set(more)):
             raise UsageError(
                 f"engine.save_checkpoint({taken[0]}=...): the engine saves its own {taken[0]}; use another name."
             )
-        state, is_sharded = self._state().save(), self._running().composed.data_parallel.is_sharded
+        step = self._running()
+        step.share_buffers()  # each rank saves its part of them
+        state, is_sharded = self._state().save(), step.composed.data_parallel.is_sharded
+        if (unfinished := step.save()) is not None:
+            state["engine"]["step"] = unfinished
         if api.world_size() > 1 and (is_sharded or self.config.workers_per_replica > 1):
             state = spread(state, self.mesh)
             if not merged:
@@ -275,6 +283,7 @@ class Engine:
         if state is None:
             return None
         own.load(state)
+        self._running().load(state["engine"].get("step"))
         return {name: value for name, value in state.items() if name not in SAVED_NAMES}
 
     def _running(self) -> Step:

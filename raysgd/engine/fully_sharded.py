@@ -80,6 +80,15 @@ class FullySharded(DataParallel):
                 self._use.end_step()
         super().end_pass(accumulation)
 
+    def share_gradients(self) -> None:
+        if self._use is not None:
+            self._use.drop_unused()
+        super().share_gradients()
+
+    def resume_gradients(self) -> None:
+        if self._use is not None:
+            self._use.resume()
+
 
 class ParameterUse:
     """Compares which parameters a backward pass used over the ranks, or makes up for it with ``find_unused_parameters``.
@@ -144,7 +153,16 @@ class ParameterUse:
             )
 
     def end_step(self) -> None:
-        """Drop the gradients of parameters that no rank has used in the step. All ranks call it."""
+        """End a step. All ranks call it."""
+        self.drop_unused()
+        self._used_in_step.clear()
+
+    def resume(self) -> None:
+        """Continue a step: the parameters that have a gradient were used."""
+        self._used_in_step |= {id(each) for each in self._names.values() if each.grad is not None}
+
+    def drop_unused(self) -> None:
+        """Drop the gradients of parameters that no rank has used in the step so far. All ranks call it."""
         if not self._is_free:
             return
         parameters = [each for each in self._names.values() if each.requires_grad and each.ndim]
@@ -154,7 +172,6 @@ class ParameterUse:
         for parameter, is_used in zip(parameters, flags.tolist(), strict=True):
             if not is_used:
                 parameter.grad = None
-        self._used_in_step.clear()
 
 
 def _groups(model: nn.Module) -> Iterable[Any]:

@@ -7,6 +7,7 @@ optimizer uses them. Those of an unfinished one are hidden.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,16 +22,18 @@ from raysgd.engine.attached import AttachedForward, AttachedHook
 from raysgd.engine.composing import Composed, place_loaded
 from raysgd.engine.config import WITHOUT_OPTIMIZER, EngineConfig
 from raysgd.engine.data_parallel import Mesh
-from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag
+from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag, scale
 from raysgd.engine.local_tensors import local_of
 from raysgd.engine.precision import LossScale
-from raysgd.errors import UsageError
+from raysgd.engine.used_batches import UsedBatches
+from raysgd.errors import CheckpointError, UsageError
 from raysgd.session import api
 from raysgd.torch.batches import count_rows
 from raysgd.torch.devices import device
 from raysgd.torch.loader import PreparedLoader
 from raysgd.torch.model import unwrap
-from raysgd.torch.rows import FollowedLoader
+from raysgd.torch.restoring import restore
+from raysgd.torch.rows import FollowedLoader, HandedBatch
 
 #: The steps of this process, of which several may read the batches of one loader, as those of a GAN do.
 _steps: weakref.WeakSet[Step] = weakref.WeakSet()
@@ -69,6 +72,7 @@ class Step:
         self._config, self._optimizer, self._mesh = config, optimizer, mesh
         self._loss_scale, self._advice = loss_scale, advice
         self._accumulation = Accumulation(config.accumulation_steps)
+        self._batches = UsedBatches(self._accumulation)
         self._data_parallel = composed.data_parallel
         self._gradients = Gradients(
             optimizer,
@@ -79,7 +83,6 @@ class Step:
         self.hidden = HiddenGradients()
         self._finite: HostFlag | None = None  # whether complete gradients are finite, if that is in question
         self._weight = 0.0  # batches, rows or tokens of the step, on this rank
-        self._rows: int | None = None  # of the newest batch, without repeated ones, if a loader has said it
         self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
         self._num_pipelined = 0  # calls of the pipeline with backward passes, which `backward` has not counted
         self._dataset: Any = None  # of the training loader
@@ -96,7 +99,8 @@ class Step:
             AttachedHook(lambda *_: self._data_parallel.shards.take_parameters())
         )  # type: ignore[no-untyped-call]
         if pipeline is None:
-            model.register_forward_pre_hook(AttachedHook(self._begin_forward))
+            model.register_forward_pre_hook(AttachedHook(self._begin_forward), with_kwargs=True)
+            model.register_forward_hook(AttachedHook(lambda module, args, outputs: self._batches.mark(outputs)))
         else:
             self.model = model = pipeline
             pipeline.scale = self._begin_pipeline
@@ -110,13 +114,13 @@ class Step:
         """Return the training loader, which reports its batches to all steps that read its dataset."""
         self._dataset = dataset = prepared.loader.dataset
 
-        def on_batch(num_rows: int, is_last: bool) -> None:
+        def on_batch(batch: HandedBatch) -> None:
             for each in _readers(dataset):
-                each.on_batch(num_rows, is_last=is_last)
+                each._batches.hand_out(batch)
 
         def on_end() -> None:
             for each in _readers(dataset):
-                each._accumulation.on_end()
+                each._batches.end()
 
         return FollowedLoader(prepared, on_batch, on_end=on_end, keeps_repeated=not self._config.weighted_gradients)
 
@@ -128,16 +132,17 @@ class Step:
         """Set how many batches each step has from now on."""
         self._accumulation.steps = num_batches
 
-    def on_batch(self, num_rows: int, *, is_last: bool = False) -> None:
-        """A batch begins, of which so many rows count on this rank."""
-        self._accumulation.on_batch(is_last=is_last)
-        self._rows = num_rows
+    def begin_batch(self, num_rows: int) -> None:
+        """Begin a batch of the loop's own, of which so many rows count on this rank."""
+        self._batches.begin(num_rows)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, weight: float | None, *, retain_graph: bool) -> None:
         """Make a backward pass; see `raysgd.Engine.backward`."""
         self._check_loss(loss)
+        if self.composed.pipeline is None:
+            self._begin_backward(loss)
         self._check_backward(weight)
         weight = self._weight_of(weight)
         if self.composed.pipeline is None:
@@ -203,23 +208,43 @@ class Step:
         accumulation.on_backward()
         self._data_parallel.end_pass(accumulation)
         if not accumulation.is_complete:
-            parameters = list(self._parameters.values())
-            self.hidden.hide([*parameters, *self._gradients.updated()], parameters)
+            self._hide()
             return
         self._check_hooks()
         self._data_parallel.check_gradients()
         self._finish()
         self._data_parallel.shards.show_gradients()
+        if self._optimizer is None:  # else until the optimizer's step, since more backward passes may need them
+            self.share_buffers()
 
-    def _begin_forward(self, module: nn.Module, *_: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+    def _begin_forward(self, module: nn.Module, *inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        will_complete = self._batches.on_forward(inputs, is_training=module.training)
+        if module.training:
             self._accumulation.on_forward()
-            self._data_parallel.begin_forward(self._accumulation)
+            self._data_parallel.begin_forward(will_complete=will_complete)
+
+    def _begin_backward(self, loss: torch.Tensor | None) -> None:
+        """Find the batch of a backward pass.
+
+        Raises:
+            UsageError: It is not known, and matters.
+        """
+        self._batches.on_backward(loss)
+        if self._batches.is_ambiguous and (self._accumulation.steps > 1 or self._config.weighted_gradients):
+            raise UsageError(
+                "the loop has read batches ahead, and called the model with other tensors than the loader's, so that it is not "
+                "known of which batch this backward pass is: change tensors in the dataset, in collate_fn or in the model, read "
+                "a batch when the one before it is done, or call engine.begin_batch(num_rows) for each batch."
+            )
 
     def _begin_pipeline(self, batch: Any) -> float:
         """Begin the passes of a batch; return what its gradients are multiplied by."""
+        self._batches.on_forward(batch, is_training=True)
+        self._begin_backward(None)
         if self._config.weighted_gradients:
-            self._pipeline_weight = float(0 if self._rows == 0 else count_rows(batch))
+            self._pipeline_weight = float(0 if self._batches.num_rows == 0 else count_rows(batch))
         self.begin_pass()
         self._num_pipelined += 1
         return self._factor(self._pipeline_weight)
@@ -229,7 +254,9 @@ class Step:
             return 1.0
         if self.composed.pipeline is not None:
             return self._pipeline_weight
-        rows = self._rows if weight is None or self._rows == 0 else weight
+        rows = self._batches.num_rows
+        if weight is not None and rows != 0:
+            return float(weight)
         assert rows is not None
         return float(rows)
 
@@ -358,6 +385,7 @@ class Step:
             )
         self._check_clear()
         self._accumulation.end_batch()
+        self._batches.end_batch()
 
     def take_gradients(self) -> bool:
         """Take the gradients of a complete step from the loop, and clip them.
@@ -382,13 +410,20 @@ class Step:
             self._data_parallel.shards.update_parameters()
         self._loss_scale.update(overflowed=skipped)
         self._accumulation.on_step(skipped=skipped)
+        self._batches.end_step()
         # If the loop keeps the gradients, those of the next pass are added.
         self._weight, self._divided_by, self._num_pipelined = 0.0, self._loss_scale.scale, 0
+        self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Give all replicas the buffers of the first one. All ranks call it."""
+        self._data_parallel.share_buffers(unwrap(self.composed.model))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, unless they belong to a step that is not complete yet."""
         if self.is_complete:
             self._accumulation.discard()
+            self._batches.end_step()
             self._weight = 0.0
         if not self._accumulation.is_open and self._optimizer is not None:
             self._optimizer.zero_grad()
@@ -401,6 +436,82 @@ class Step:
     def on_schedule(self) -> None:
         """The scheduler has made a step."""
         self._accumulation.on_schedule()
+
+    # -- an unfinished step in a checkpoint -------------------------------------------------------------------------------
+
+    def save(self) -> dict[str, Any] | None:
+        """Return what there is of an unfinished step, equal on all ranks; None if no batch of it was used. All ranks call it.
+
+        The gradients become those of all ranks, so that any number of ranks can finish the step.
+
+        Raises:
+            UsageError: The gradients are complete, and the optimizer has not used them.
+        """
+        if not self._accumulation.is_open or self._optimizer is None:
+            return None
+        if self.is_complete:
+            raise UsageError(
+                "engine.save_checkpoint was called between engine.backward and optimizer.step: a training that resumes there "
+                "does not make this step. Save after optimizer.step() and optimizer.zero_grad()."
+            )
+        self.hidden.restore()
+        self._data_parallel.share_gradients()
+        if api.world_size() > 1:
+            weight = torch.tensor(self._weight, dtype=torch.float64, device=device())
+            dist.all_reduce(weight, group=self._mesh().get_group("dp"))
+            self._weight = float(weight) / self._mesh().size(0)
+        tensors = {name: self._updated(each) for name, each in self._parameters.items()}
+        saved = {
+            "batches": self._accumulation.num_batches,
+            "weight": self._weight,
+            "is_weighted": self._config.weighted_gradients,
+            "replicas": api.data_parallel_size(),
+            "factor": self._factor(1.0),
+            "gradients": {name: each.grad for name, each in tensors.items() if each.grad is not None},
+        }
+        self._hide()
+        return saved
+
+    def load(self, saved: Mapping[str, Any] | None) -> None:
+        """Continue the unfinished step that `save` returned, maybe on other ranks; gradients that there are now are dropped.
+
+        Raises:
+            CheckpointError: Its batches were weighted otherwise.
+        """
+        self._accumulation.discard()
+        self._batches.end_step()
+        self.hidden.drop()
+        self._weight = 0.0
+        self.zero_grad()
+        if saved is None:
+            return
+        is_weighted = self._config.weighted_gradients
+        if saved["is_weighted"] != is_weighted:
+            raise CheckpointError(
+                f"the checkpoint was saved within a step with weighted_gradients={saved['is_weighted']}, and the rest of the "
+                f"step cannot be computed with weighted_gradients={is_weighted}: give the value that it had."
+            )
+        # The mean over the ranks is of the batches of a rank, or of all rows.
+        share = saved["replicas"] / api.data_parallel_size() if is_weighted else 1.0
+        gradients = {}
+        for name, each in self._parameters.items():
+            if name in saved["gradients"]:
+                updated = self._updated(each)
+                gradients[name] = updated.grad = torch.zeros_like(updated)
+        restore(dict(saved["gradients"]), into=gradients)
+        scale(list(gradients.values()), share * self._factor(1.0) / saved["factor"])
+        self._data_parallel.resume_gradients()
+        self._hide()
+        self._weight = saved["weight"] * share
+        self._accumulation.resume(saved["batches"])
+
+    def _updated(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return what the optimizer updates of a parameter."""
+        return self._data_parallel.shards.tensor_of.get(parameter, parameter)
+
+    def _hide(self) -> None:
+        parameters = list(self._parameters.values())
+        self.hidden.hide([*parameters, *self._gradients.updated()], parameters)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -419,7 +530,7 @@ class Step:
                     "with pipeline_parallel the backward passes are made when the model is called, before the weight is known: "
                     "leave out engine.backward(weight=...); batches are weighted by their rows."
                 )
-        elif weight is None and self._rows is None:
+        elif weight is None and self._batches.num_rows is None:
             raise UsageError(
                 "weighted_gradients=True: the engine has handed out no batch, so it does not know its rows: call "
                 "engine.backward(loss, weight=number), or give the loader to compose(train_dataloader=...)."

@@ -17,7 +17,7 @@ from raysgd.errors import UsageError
 
 def count_rows(batch: Any) -> int:
     """Return the size of the first dimension of a batch's first tensor or array; 1 if there is none."""
-    return next((len(each) for each in _leaves(batch) if _has_rows(each)), 1)
+    return next((len(each) for each in leaves_of(batch) if _has_rows(each)), 1)
 
 
 def take_rows(batch: Any, num_rows: int) -> Any:
@@ -37,7 +37,7 @@ def without_rows(batch: Any) -> Any:
     Raises:
         UsageError: The batch holds no tensor that says how many rows there are, or an object that cannot be cut.
     """
-    if not any(map(_has_rows, _leaves(batch))):
+    if not any(map(_has_rows, leaves_of(batch))):
         raise _cannot_cut(batch)
     return _Cut(count_rows(batch), 0, is_strict=True)(batch)
 
@@ -46,11 +46,12 @@ def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, (torch.Tensor, np.ndarray)) and leaf.ndim > 0
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves_of(value: Any) -> list[Any]:
+    """Return what a batch consists of: the leaves of dataclasses, mappings, lists and tuples."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [leaf for field in dataclasses.fields(value) for leaf in _leaves(getattr(value, field.name, None))]
+        return [leaf for field in dataclasses.fields(value) for leaf in leaves_of(getattr(value, field.name, None))]
     if isinstance(value, Mapping):
-        return [leaf for each in value.values() for leaf in _leaves(each)]
+        return [leaf for each in value.values() for leaf in leaves_of(each)]
     return pytree.tree_leaves(value)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, cast
 
@@ -22,14 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._util.logs import get_logger
 from raysgd._util.text import with_article
+from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
 from raysgd.torch.devices import device, to_device
-from raysgd.torch.reduction import time_waiting, use_rank_order
+from raysgd.torch.reduction import call_at_the_end, time_waiting, use_rank_order
 
 _PREFIX = "module."
 # Class names, so that FSDP need not be imported to recognise it.
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+#: Buffers are sent in messages of this size.
+_MESSAGE_BYTES = 25 * 2**20
 #: What containers such as ``nn.Sequential`` have in addition to a module's methods. Python looks these up on the class.
 _CONTAINER_METHODS = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 
@@ -39,7 +42,9 @@ def prepare_model(
 ) -> nn.Module:
     """Prepare a model for training on all workers: move it to this worker's device and average its gradients.
 
-    All ranks start with the weights and buffers of rank 0. The result behaves like the model itself: its ``state_dict()``
+    All ranks start with the weights and buffers of rank 0, and get its buffers after each backward pass that averages gradients:
+    rank 0 can evaluate or save the model alone, and every rank evaluates with the same statistics. Buffers with
+    ``persistent=False`` are computed by each rank. The result behaves like the model itself: its ``state_dict()``
     has no ``module.`` prefix, ``load_state_dict`` takes state with and without it, and the model's own attributes and
     methods are available; see `DistributedModel`. Parameters stay the same objects, so an optimizer may be made before or
     after. Every rank must call this function, in the same order for several models.
@@ -99,7 +104,7 @@ def _wrap(model: nn.Module, settings: dict[str, Any]) -> DistributedModel:
     if len(devices) == 1 and (only := devices.pop()).type == "cuda":
         settings.setdefault("device_ids", [only])
     waiting = context.current().progress.waiting
-    wrapped = _wrapper_class(model)(model, waiting=waiting, **settings)
+    wrapped = _wrapper_class(model)(model, **settings)
     time_waiting(wrapped, waiting)
     if deterministic and wrapped.process_group.size() > 2:
         use_rank_order(wrapped, waiting)
@@ -119,6 +124,31 @@ def broadcast_from_rank_0(model: nn.Module) -> None:
     """Broadcast all tensors, as DDP does when it is made: frozen random layers would differ between ranks otherwise."""
     for tensor in chain(model.parameters(), model.buffers()):
         dist.broadcast(tensor.detach(), src=0)
+
+
+def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None, ignored: Collection[str] = ()) -> None:
+    """Give all ranks of a group the buffers of its first rank that are part of the model's state. All ranks call it.
+
+    Those with ``persistent=False`` are not: a rank computes them from its own batches, as tables for a length.
+
+    Args:
+        model: It may have got buffers, or others in their places, since the last call.
+        group: None: all ranks.
+        ignored: Names of buffers that stay as they are.
+    """
+    buffers = {
+        id(buffer): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+        and name not in module._non_persistent_buffers_set
+        and not (ignored and f"{path}.{name}".removeprefix(".") in ignored)
+    }
+    # Backward passes of graphs that are still there find their buffers changed, but by no operation of the loop.
+    tensors = [(each._local_tensor if is_dtensor(each) else each).data for each in buffers.values()]
+    group = dist.group.WORLD if group is None else group
+    if tensors and group is not None:
+        dist._broadcast_coalesced(group, tensors, _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -168,15 +198,17 @@ class DistributedModel(DistributedDataParallel):
     For functions that walk the module tree, such as those of ``torch.distributed.checkpoint``, `unwrap` it first.
 
     Args:
-        waiting: Entered while buffers are set to those of rank 0, before a forward pass.
         **settings: Arguments of DistributedDataParallel.
     """
 
-    def __init__(
-        self, module: nn.Module, *, waiting: AbstractContextManager[Any] | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, module: nn.Module, **settings: Any) -> None:
         super().__init__(module, **settings)
-        self._waiting = waiting or nullcontext()
+        self._has_changed_buffers = False  # by a forward pass, whose backward pass averages gradients
+        # The hooks are held by DDP's C++ part, in a cycle that the garbage collector cannot see.
+        hook = functools.partial(_share_after_pass, weakref.ref(self))
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         if hasattr(module, "dim"):
             self.__dict__.pop("dim", None)  # DDP uses its own only to scatter over several devices
         self.__dict__["_is_built"] = True
@@ -199,9 +231,19 @@ class DistributedModel(DistributedDataParallel):
         for hook, state in self._comm_hooks:
             dist._register_comm_hook(self.reducer, state, hook)  # type: ignore[attr-defined]
 
-    def _sync_buffers(self) -> None:
-        with self._waiting:
-            super()._sync_buffers()  # type: ignore[no-untyped-call]
+    def _share_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0. All ranks call it."""
+        broadcast_buffers(self.__raysgd_unwrap__(), self.process_group, self.parameters_to_ignore)
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        # DDP would broadcast buffers in each forward pass, also in one that rank 0 makes alone. With join(), ranks make no
+        # backward passes any more, and DDP has to find out who sends.
+        return self._join_config.enable and super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call, no-any-return]
+
+    def _post_forward(self, output: Any) -> Any:
+        if torch.is_grad_enabled() and self.require_backward_grad_sync and not self._join_config.enable:
+            self._has_changed_buffers = self.broadcast_buffers
+        return super()._post_forward(output)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -268,6 +310,15 @@ class DistributedModel(DistributedDataParallel):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # `cast` returns its second argument: an identity that unpickles also where raysgd is not installed.
         return cast, (None, copy_to(self.__raysgd_unwrap__(), torch.device("cpu")))
+
+
+def _share_after_pass(reference: weakref.ref[DistributedModel], _: torch.Tensor) -> None:
+    """Give all ranks the buffers of rank 0 at the end of this backward pass; a hook of parameters."""
+    model = reference()
+    if model is not None and model._has_changed_buffers:
+        model._has_changed_buffers = False
+        # After DDP's own callback, which waits until the gradients are there.
+        call_at_the_end(lambda: call_at_the_end(model._share_buffers))
 
 
 def _wrapper_class(model: nn.Module) -> type[DistributedModel]:

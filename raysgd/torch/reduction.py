@@ -185,13 +185,13 @@ class _BackwardHook:
         backward = torch._C._current_graph_task_id()
         if backward != _BackwardHook._timed:
             _BackwardHook._timed = backward
-            _call_at_the_end(self._begin)
+            call_at_the_end(self._begin)
 
     def _begin(self) -> None:
         began = time.monotonic()
-        _call_at_the_end(lambda: self._waiting.add(time.monotonic() - began))
+        call_at_the_end(lambda: self._waiting.add(time.monotonic() - began))
 
 
-def _call_at_the_end(callback: Any) -> None:
+def call_at_the_end(callback: Any) -> None:
     """Call ``callback`` at the end of the current backward pass."""
     Variable._execution_engine.queue_callback(callback)

@@ -206,6 +206,21 @@ def with_uneven_steps_after_sends() -> None:
     with_uneven_steps()
 
 
+def with_a_batch_that_one_rank_leaves_out() -> None:
+    """The engine's mesh has groups that hold one rank each, so that no rank is in all groups."""
+    import torch
+
+    engine, model = raysgd.Engine(zero_stage=2), torch.nn.Linear(8, 4)
+    model, optimizer, *_ = engine.compose(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(4):
+        loss = model(torch.ones(2, 8)).sum()
+        if step == raysgd.world_rank() == 0:
+            continue
+        engine.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def with_barriers_of_two_kinds() -> None:
     import torch.distributed as dist
 
@@ -243,6 +258,7 @@ UNEVEN = (
     [
         (with_uneven_steps, UNEVEN, (1,)),
         (with_uneven_steps_after_sends, UNEVEN, (1,)),
+        (with_a_batch_that_one_rank_leaves_out, UNEVEN, (1,)),
         (
             with_barriers_of_two_kinds,
             r"rank 0 waits in call 1 of raysgd.barrier\(\), rank 1 waits in collective 1 of default_pg \(gloo:barrier\)",

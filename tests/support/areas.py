@@ -144,6 +144,7 @@ AREAS: dict[str, Area] = {
         (
             "docs/test_engine_examples.py",
             "fault/test_engine_*.py",
+            "integration/test_engine_buffers.py",
             "integration/test_engine_doors.py",
             "integration/test_engine_export.py",
             "integration/test_engine_loops.py",

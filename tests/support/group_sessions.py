@@ -63,6 +63,9 @@ class GroupSession(LocalSession):
         )
         dist.barrier()
 
+    def load_checkpoint(self, path: Any, *, allow_pickle: bool) -> Any:
+        return super().load_checkpoint(path or self._group_store.path(1), allow_pickle=allow_pickle)
+
 
 @contextmanager
 def group_session(folder: Path, workers_per_replica: int = 1) -> Iterator[GroupSession]:

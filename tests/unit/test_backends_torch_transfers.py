@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.distributed import GroupMember, distributed_c10d
 
 from raysgd.backends import torch_transfers
 from raysgd.errors import UsageError
 
 
 class FakeGroup:
-    group_name = "0"
+    group_name, group_desc = "0", "undefined"
 
     def __init__(self, library: str) -> None:
         self.library = library
         self.made: list[Any] = []
+
+    def rank(self) -> int:
+        return 0
 
     def _get_backend(self, device: torch.device) -> Any:
         return SimpleNamespace(name=lambda: self.library)
@@ -26,6 +30,9 @@ class FakeGroup:
 
 class Work:
     """A reference to it can be weak, as to those of torch."""
+
+    def is_completed(self) -> bool:
+        return False
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +77,18 @@ def test_sends_are_counted_for_each_rank_and_tag(args: tuple[int, ...], kwargs: 
     }
     (pending, dropped) = (last[2]() for last in torch_transfers._transfers.values())
     assert pending is works[-1] and dropped is None, "a record keeps no tensors alive"
+
+
+class Groups:
+    """The groups of a process that is not in all groups, as torch lists them."""
+
+    pg_group_ranks: ClassVar[dict[Any, Any]] = {}
+
+
+def test_process_that_is_not_in_all_groups_reads_its_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = FakeGroup("gloo")
+    monkeypatch.setattr(distributed_c10d, "_world", Groups())
+    monkeypatch.setattr(Groups, "pg_group_ranks", {GroupMember.NON_GROUP_MEMBER: 0, group: {0: 0, 1: 1}})
+    work = torch_transfers._recorded_transfer("send", send)(group, [torch.ones(2)], 1, 0)
+    (transfer,) = torch_transfers.read_transfers()
+    assert transfer.place == "send 1 of 0 from rank 0 to rank 1" and work is not None

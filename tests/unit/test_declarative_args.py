@@ -12,8 +12,8 @@ import yaml
 
 from raysgd.declarative import CheckpointConfig, ModelConfig, TrainerArgs, load_args
 from raysgd.declarative.args import HOOKS, HookConfig, HookMapConfig
-from raysgd.declarative.reading import args_of, as_values, merge
-from raysgd.declarative.searching import SearchConfig, _space_of
+from raysgd.declarative.reading import Tree, args_of, as_values, merge
+from raysgd.declarative.searching import _space_of, check_search
 from raysgd.errors import ConfigError
 
 DOCUMENT = """\
@@ -343,16 +343,41 @@ def _objects() -> dict[str, Any]:
     ("space", "text"),
     [
         (3, "search.space has no field; give fields and what is tried"),
-        ({"optimizer.args.lr": {"uniform": 3}}, r"ray.tune.uniform cannot be made with 3"),
-        ({"optimizer.args.lr": {"uniform": [1]}}, r"ray.tune.uniform cannot be made with \[1\]: .*missing 1 required"),
-        ({"optimizer.args.lr": {"choice": 3}}, "ray.tune.choice cannot be made with 3"),
         ({"max_epoch": [1]}, r"there is no such field \(did you mean 'max_epochs'"),
+        ({"max_epochs.x": [1]}, r"max_epochs is 1, which has no field 'x'"),
+        (
+            {"model.type": ["my.Model", "my.Other"]},
+            "my.Other is another class than my.Model, .* would get: width. Give model.args",
+        ),
+        (
+            {"model.type": {"grid_search": ["my.Other"]}, "model.args.depth": [1]},
+            r"^search.space.model.type: .* would get: width",
+        ),
     ],
 )
 def test_a_space_that_cannot_work_is_refused(space: Any, text: str) -> None:
-    base = as_values(args_of(SMALL))
+    with pytest.raises(ConfigError, match=text), Tree().naming_places():
+        check_search(
+            args_of({**SMALL, "model": {"type": "my.Model", "args": {"width": 3}}, "search": {"space": space}})
+        )
+
+
+def test_classes_whose_arguments_are_all_tried_can_be_searched() -> None:
+    space = {"model.type": ["my.Model", "my.Other"], "model.args.width": [1, 2], "model.args.depth": [1]}
+    check_search(args_of({**SMALL, "model": {"type": "my.Model", "args": {"width": 3}}, "search": {"space": space}}))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"uniform": 3}, r"ray.tune.uniform cannot be made with 3"),
+        ({"uniform": [1]}, r"ray.tune.uniform cannot be made with \[1\]: .*missing 1 required"),
+        ({"choice": 3}, "ray.tune.choice cannot be made with 3"),
+    ],
+)
+def test_a_space_that_ray_cannot_make_is_refused(value: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        [_space_of(name, value, base) for name, value in SearchConfig(space=space).space.items()]
+        _space_of("optimizer.args.lr", value)
 
 
 def test_a_space_of_the_file_is_changed_by_the_command_line(tmp_path: Path) -> None:

@@ -402,7 +402,9 @@ def test_loader_at_a_position_of_its_own_counts_rows_from_there(world: Enter) ->
     world(1, 2)
     counted: list[tuple[int, bool]] = []
     prepared = prepare_data_loader(Positioned(Numbers(3)))  # batch 1 of rank 1 repeats row 0
-    loader = FollowedLoader(prepared, lambda rows, is_last: counted.append((rows, is_last)), keeps_repeated=False)
+    loader = FollowedLoader(
+        prepared, lambda batch: counted.append((batch.num_rows, batch.is_last)), keeps_repeated=False
+    )
     loader.first_batch = 1
     assert items(loader) == [0]
     assert counted == [(0, True)]

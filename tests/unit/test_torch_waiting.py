@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -58,7 +57,7 @@ reply_late.__annotations__ = {}
 
 
 def model(waiting: Stopwatch, net: nn.Module | None = None, **settings: Any) -> DistributedModel:
-    made = DistributedModel(net or nn.Linear(3, 1), waiting=waiting, **settings)
+    made = DistributedModel(net or nn.Linear(3, 1), **settings)
     time_waiting(made, waiting)
     made.register_comm_hook(None, reply_late)
     return made
@@ -129,17 +128,3 @@ def test_timing_continues_after_a_failed_pass(waiting: Stopwatch) -> None:
     before = waiting.seconds
     backward(model(waiting))
     assert waiting.seconds - before >= WAIT_S
-
-
-def test_waiting_for_buffers_is_timed() -> None:
-    noted: list[str] = []
-
-    @contextmanager
-    def note() -> Iterator[None]:
-        noted.append("in")
-        yield
-        noted.append("out")
-
-    made = DistributedModel(nn.BatchNorm1d(3), waiting=note())
-    made(torch.ones(2, 3))
-    assert noted == ["in", "out"]

@@ -9,8 +9,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
+from raysgd._util.logs import get_logger
 from raysgd.backends.flight_recorder import Collective, CollectiveId
 from raysgd.session.progress import Heartbeat
 from raysgd.workers.group.joining import JoiningWorkers
@@ -33,6 +34,7 @@ class GroupMonitor:
     def __init__(self, agents: NodeAgents, members: Sequence[Worker | None]) -> None:
         self._agents = agents
         self._members = members
+        self._has_logged = False  # that a member has failed to answer
 
     @property
     def size(self) -> int:
@@ -93,6 +95,10 @@ class GroupMonitor:
         for call in calls.values():
             call.cancel()
         done = {rank: call for rank, call in calls.items() if call.done() and not call.cancelled()}
+        for rank, call in done.items():
+            if isinstance(error := call.exception(), RayTaskError) and not self._has_logged:
+                self._has_logged = True
+                get_logger().error("rank %d cannot be observed, so that a hang of it may not be found: %s", rank, error)
         return {rank: call.result() for rank, call in done.items() if call.exception() is None}
 
     async def _ask_nodes(
