@@ -81,7 +81,8 @@ class FailureConfig:
             killed and replaced. Workers that leave from a savepoint, to grow, to pause or before a preemption, have at least
             30 seconds.
         heartbeat_timeout_s: Seconds without a heartbeat after which a process counts as dead. A process that uses its CPU
-            meanwhile is busy, not dead. It holds for workers and for raysgd's own processes.
+            meanwhile is busy, not dead. It holds for workers and for raysgd's own processes. A node that does not answer for so
+            long is given up, if the group can continue without it.
         callback_timeout_s: Seconds after the end of a run for callbacks that run in the controller, such as loggers, to
             end. After that their process is killed, with a warning that names the callback.
         progress_timeout_s: Seconds without a report, checkpoint or batch after which a worker counts as hung. ``"auto"``
@@ -91,7 +92,8 @@ class FailureConfig:
             None: they wait until the backend's own timeout.
         preemption_grace_s: Seconds for the ranks to leave train_func after a worker got SIGTERM: by ``should_stop()`` or at
             their next checkpoint. Then the attempt is ended. For a draining node its own deadline counts, if it has one.
-        start_timeout_s: Seconds for workers to be placed and started.
+        start_timeout_s: Seconds for workers to be placed and started, and to wait for a node that does not answer, if nothing
+            can replace its workers.
         wait_for_nodes_s: Seconds to wait for nodes that are still joining the cluster, until it can hold the workers. 0: workers
             that the cluster cannot hold are refused at once.
         retry_on: Exceptions of train_func that count as failures, so that train_func is entered again: a class or a tuple of

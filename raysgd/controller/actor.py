@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raysgd.controller.class_api import Instances
+from raysgd.controller.gcs_watch import describe_outage, watch_gcs
 from raysgd.controller.holders import explain_missing
 from raysgd.controller.journal import frame_streams as downlink
 from raysgd.controller.journal.frame_streams import serve_frames
@@ -143,10 +144,15 @@ class TrainerActor(Watched):
                 run.before_close = self._follow_on_host(run, request, info)
             self._watch_data(request)
             watch = LoopWatch(run.record_blocked)
+            gcs = ray.get_runtime_context().gcs_address
+            watching = asyncio.ensure_future(
+                watch_gcs(gcs, lambda away_s: run.warn(describe_outage(gcs, away_s, info.run_dir)))
+            )
             try:
                 await run.execute()
             finally:
                 watch.close()
+                watching.cancel()
             self._unwatch_data(request)
             kept = request if self._settings.alias is not None else None
             over = RunRecord(request.run_id, info.run_dir, kept, is_live=False)

@@ -330,7 +330,9 @@ class _ControllerWatch:
         with self._lock:
             self._num_waiting += 1
             if self._num_waiting == 1:
-                self._watch.add(CONTROLLER, self._find, pid=self._pid, on_kill=self._report)
+                self._watch.add(
+                    CONTROLLER, self._find, pid=self._pid, on_kill=self._report, on_cut_off=self._report_wait
+                )
         try:
             yield
         finally:
@@ -342,6 +344,10 @@ class _ControllerWatch:
     def on_message(self) -> None:
         """The TrainerActor has sent something."""
         self._watch.on_message(CONTROLLER)
+
+    @staticmethod
+    def _report_wait(why: str) -> None:
+        get_logger().warning("%s %s. This process waits for it; a run continues meanwhile if it can.", CONTROLLER, why)
 
     @staticmethod
     def _report(why: str) -> None:

@@ -102,6 +102,33 @@ async def test_slot_that_ray_moves_is_found_if_it_takes_the_only_room(fake_ray: 
     assert await removed(slots, fake_ray) == ["trainer-1"] and await slots.take() is None
 
 
+@pytest.mark.parametrize("strategy", ["PACK", "STRICT_SPREAD"])
+async def test_node_that_is_avoided_no_longer_is_searched(fake_ray: FakeRay, strategy: str) -> None:
+    """The first request excludes the lost node, where the only room is once the node is back."""
+    fake_ray.states = {"trainer": [CREATED.on("here")], "trainer-2": [CREATED.on("lost")]}
+    slots, avoid = await open_slots(1, strategy), {"lost"}
+    await slots.take()
+    finding = asyncio.ensure_future(slots.find(avoid))
+    await asyncio.sleep(0.05)
+    assert not finding.done()
+    avoid.clear()
+    found = await asyncio.wait_for(finding, 10)
+    assert found.placement == "trainer-2" and await removed(slots, fake_ray) == ["trainer-1"]
+    also = "here,lost" if strategy == "STRICT_SPREAD" else "lost"
+    assert fake_ray.selectors["trainer-1"] == [{"ray.io/node-id": f"!in({also})"}]
+
+
+async def test_free_slot_on_a_node_that_is_avoided_no_longer_is_found(fake_ray: FakeRay) -> None:
+    fake_ray.states["trainer"] = [CREATED.on("here", "lost")]
+    slots, avoid = await open_slots(2), {"lost"}
+    await slots.take()
+    finding = asyncio.ensure_future(slots.find(avoid))
+    await asyncio.sleep(0.05)
+    avoid.clear()
+    found = await asyncio.wait_for(finding, 10)
+    assert (found.placement, found.index) == ("trainer", 1)
+
+
 async def test_cancelled_search_removes_the_requested_slot(fake_ray: FakeRay) -> None:
     fake_ray.states["trainer"] = [CREATED.on("lost")]
     slots = await open_slots()

@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from raysgd.workers.group.group import WorkerGroup
 
 
+#: The time for the cluster to record an attempt, before the ranks enter it without the record.
+_RECORD_S = 1.0
+
+
 class Run:
     """One run, from its request to its last frame.
 
@@ -50,7 +54,7 @@ class Run:
         share: Makes a reference to the order that all workers get (``ray.put``).
         is_resumed: An earlier controller process began the run; its files hold the progress, and reading them blocks.
         last_attempt: The last attempt of the earlier process.
-        begins: Records an attempt before any rank enters it.
+        begins: Records an attempt before any rank enters it, if that takes no longer than a moment.
         observe: Called with each event, and the last complete round at that time.
 
     Attributes:
@@ -71,7 +75,7 @@ class Run:
         share: Callable[[Any], Any],
         is_resumed: bool = False,
         last_attempt: AttemptRecord | None = None,
-        begins: Callable[[AttemptRecord], Awaitable[None]] | None = None,
+        begins: Callable[[AttemptRecord], Coroutine[Any, Any, None]] | None = None,
         observe: Callable[[c.RecordEvent, int], None] = lambda event, iteration: None,
     ) -> None:
         self._request = request
@@ -429,7 +433,10 @@ class Run:
 
     async def _record_attempt(self, attempt: AttemptRecord) -> None:
         if self._begins is not None:
-            await self._begins(attempt)
+            # Not longer: while the GCS, which keeps the record, is away, this attempt must begin nevertheless.
+            done, _ = await asyncio.wait([self._spawn(self._begins(attempt))], timeout=_RECORD_S)
+            for recorded in done:
+                recorded.result()
 
     def _start_watch(self, attempt: int) -> None:
         self._end_watch()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from raysgd.workers.group.checkpoint_memory import ClusterMemory
 from raysgd.workers.group.event_streams import WorkerDied, WorkerStreams
 from raysgd.workers.group.joining import JoiningWorkers
 from raysgd.workers.group.kept_group import KeptGroup
-from raysgd.workers.group.monitor import DrainMonitor, GroupMonitor
+from raysgd.workers.group.monitor import DrainMonitor, GroupMonitor, LostNodes
 from raysgd.workers.group.processes import CoordinatorProcess, Worker, WorkerStarter
 from raysgd.workers.group.ranks import assign_ranks, assign_visible_gpus, close_gaps, make_members
 from raysgd.workers.group.reserve import Reserve
@@ -36,8 +36,8 @@ from raysgd.workers.liveness.process_watch import ProcessWatch
 from raysgd.workers.orders import AttemptOrder, Blob, Prepared, PrepareOrder, WorkerInfo
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
 from raysgd.workers.placement.calls import call_cluster, post_to_cluster
-from raysgd.workers.placement.capacity import explain_timeout, slot_bundle
-from raysgd.workers.placement.cluster import check_feasible, list_nodes, wait_until_feasible
+from raysgd.workers.placement.capacity import count_fitting, explain_timeout, slot_bundle
+from raysgd.workers.placement.cluster import check_feasible, has_autoscaler, list_nodes, wait_until_feasible
 from raysgd.workers.placement.slots import ExistingPlacement, WorkerSlot, WorkerSlots
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class WorkerGroup:
         )
         self.streams = WorkerStreams()
         self.monitor = GroupMonitor(self._agents, self._members)
+        self._lost_nodes = LostNodes(self._agents, self._avoided)
         self.drains = DrainMonitor(self._members, self._joining, self._avoided)
         self.agreement = RankAgreement(self.call)
         self.memory = ClusterMemory(self._agents, self._members)
@@ -169,6 +170,8 @@ class WorkerGroup:
         if not self.slots.is_open and not self.slots.is_in_existing_placement:
             spares, timeout_s = self._failure.num_spares, self._failure.wait_for_nodes_s
             await wait_until_feasible(self._scaling, spares, timeout_s, self.on_wait)
+        if self._avoided.lost:
+            self._lost_nodes.ask()
         reporting = asyncio.ensure_future(self._report_wait())
         try:
             messages = await asyncio.wait_for(self._get_ready(keep_size, is_run), self._failure.start_timeout_s)
@@ -237,8 +240,6 @@ class WorkerGroup:
             if not self.slots.is_in_existing_placement:
                 await call_cluster(check_feasible, self._scaling, self._failure.num_spares)
             await self.slots.open(self.size + self._failure.num_spares)
-        if self._avoided.ids:
-            self._avoided.remove_gone(await call_cluster(list_nodes))
         for rank in self._vacant_ranks():
             must_have_node = self._scaling.is_elastic and not is_new
             if (slot := await self.slots.take(self._avoided.ids, must_have_node=must_have_node)) is not None:
@@ -355,8 +356,12 @@ class WorkerGroup:
 
     async def _explain_wait(self) -> str | None:
         """Say which resources the group waits for, and who holds them; None if it waits for none."""
-        count = await self._num_unplaced()
-        return await call_cluster(self._explain_missing, count) if count else None
+        if not (count := await self._num_unplaced()):
+            return None
+        why, avoided = await call_cluster(self._explain_missing, count), self._avoided.describe()
+        if why is None and avoided is not None:
+            why = f"waiting for room for {count} worker{'s' * (count > 1)}"
+        return why if avoided is None else f"{why}; {avoided}"
 
     async def check_storage(self, storage: Storage) -> None:
         """Check that one worker on each other node sees a probe file, if the run's folder is a local path.
@@ -455,6 +460,22 @@ class WorkerGroup:
             listed = ", ".join(map(str, dead))
             raise WorkerDiedError(f"the worker process of rank {listed} died: {why}", ranks=dead) from None
 
+    async def can_replace(self, ranks: Collection[int]) -> bool:
+        """Return whether the group can continue without the nodes of these ranks: with fewer members, or with other workers.
+
+        This waits for as long as the GCS is away, without which no process can be started.
+        """
+        num_left = self.size - len(ranks)
+        num_missing = len(ranks) - self._reserve.num_spares - self.num_joining
+        if num_left - num_left % self._multiple >= self._scaling.min_workers or num_missing <= 0:
+            return True
+        if await call_cluster(has_autoscaler):
+            return True
+        infos = [worker.info for rank in ranks if (worker := self._members[rank]) is not None]
+        excluded = self._avoided.ids | {info.node_id for info in infos if info is not None}
+        nodes = [node for node in await call_cluster(list_nodes) if node.node_id not in excluded]
+        return count_fitting(self._scaling.bundle(), nodes) >= num_missing
+
     # -- ending ---------------------------------------------------------------------------------------------------
 
     def kill(self, rank: int, *, is_lost: bool = False) -> None:
@@ -465,8 +486,12 @@ class WorkerGroup:
         if (worker := self._members[rank]) is None:
             return
         if is_lost and worker.info is not None:
-            self._avoided.add([worker.info.node_id])
+            self._lose(worker.info)
         self._discard(worker)
+
+    def _lose(self, info: WorkerInfo) -> None:
+        self._avoided.lose(info)
+        self._lost_nodes.ask()
 
     def _discard(self, worker: Worker) -> None:
         self._drop(worker)
@@ -491,6 +516,7 @@ class WorkerGroup:
             self._beginning = None
         for worker in self._workers():
             self._discard(worker)
+        self._lost_nodes.close()
         self._reserve.close()
         self._coordinator.close()
         self._agents.close()
@@ -509,7 +535,7 @@ class WorkerGroup:
     async def _remove(self, worker: Worker) -> None:
         """Drop a process that has died; its node is avoided if it is gone too, or if workers keep dying there."""
         if await self._agents.is_node_gone(worker.info) and worker.info is not None:
-            self._avoided.add([worker.info.node_id])
+            self._lose(worker.info)
         elif worker.info is not None and self._avoided.record_death(worker.info):
             self._avoided.avoid_faulty(worker.info, await call_cluster(list_nodes))
         self._drop(worker)

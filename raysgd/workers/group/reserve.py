@@ -55,6 +55,11 @@ class Reserve:
         self._task: asyncio.Task[None] | None = None
         joining.num_reserved = lambda: self._num_spares - len(self._spares)
 
+    @property
+    def num_spares(self) -> int:
+        """The number of spares, of which some may still be starting."""
+        return len(self._spares)
+
     async def take(self) -> Worker | None:
         """Take a worker that is ready, a spare first; dead ones and those on nodes to avoid are dropped."""
         while self._spares:

@@ -273,6 +273,16 @@ class NodeAgents:
         )
         return statuses
 
+    async def answers(self, node_id: str, timeout_s: float) -> bool:
+        """Return whether a node's agent answers in time; one is started on a node that has none."""
+        if node_id != self._own_node and node_id not in self._actors and node_id not in self._starting:
+            self._pids.setdefault(node_id, [])
+            self._start(node_id)
+        with contextlib.suppress(NodeUnreachableError):
+            await self._ask(node_id, "check_processes", [], timeout_s=timeout_s)
+            return True
+        return False
+
     async def stacks(self, node_id: str, processes: Sequence[tuple[int, int]], timeout_s: float) -> list[str]:
         """Return the stacks of processes of a node, each given by its id and its stacks descriptor.
 

@@ -144,23 +144,29 @@ class WorkerSlots:
         return None
 
     async def find(self, avoid: Collection[str]) -> WorkerSlot:
-        """Wait for a slot with reserved resources that is not on a node in ``avoid``.
+        """Wait for a slot with reserved resources that is not on a node in ``avoid``, which may change meanwhile.
 
-        ``STRICT_SPREAD`` also avoids nodes with a slot in use. A new slot is requested. Meanwhile Ray may move a free slot from
-        a lost node to the only room that there is; then that slot is taken.
+        ``STRICT_SPREAD`` also avoids nodes with a slot in use. A new slot is requested, and again when a node is avoided no
+        longer. Meanwhile Ray may move a free slot from a lost node to the only room that there is; then that slot is taken.
         """
+        in_use: set[str] = set()
         if self._strategy == "STRICT_SPREAD":
             await self.look()
-            avoid = {*avoid, *self._nodes_in_use()}
-        added = await self.add(avoid)
+            in_use = self._nodes_in_use()
+        requested = {*avoid, *in_use}
+        added = await self.add(requested)
         try:
             while True:
-                moved = await self.take_placed(avoid)
+                moved = await self.take_placed(avoided := {*avoid, *in_use})
                 if self.is_placed(added):
                     break
                 if moved is not None:
                     self.remove(added)
                     return moved
+                if not requested <= avoided:
+                    self.remove(added)
+                    requested = avoided
+                    added = await self.add(requested)
                 await asyncio.sleep(POLL_S)
         except asyncio.CancelledError:
             self.remove(added)
