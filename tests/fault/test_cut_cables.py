@@ -161,7 +161,7 @@ def test_each_row_is_read_once_through_a_lost_machine_and_a_cut(
     machines: Machines, drive: Callable[..., Drive]
 ) -> None:
     machines.start_ray()
-    driver = drive(workers=[2, 6], config={"steps": 10_000, "sleep_s": 0.1, "rows": 6000})
+    driver = drive(workers=[2, 6], config={"steps": 10_000, "sleep_s": 0.1, "rows": 24_000})
     driver.wait_for(trains(6), START_S)
     time.sleep(2)
     machines.kill(2)
@@ -177,7 +177,7 @@ def test_each_row_is_read_once_through_a_lost_machine_and_a_cut(
     for result in driver.results():
         counted[result["step"]] = result["rows"]  # a later attempt makes the steps after its checkpoint again
     rows = Counter(row for rows in counted.values() for row in rows)
-    assert set(rows) == set(range(6000)) and set(rows.values()) == {1}
+    assert set(rows) == set(range(24_000)) and set(rows.values()) == {1}
 
 
 def test_driver_of_a_run_whose_head_is_lost_names_how_it_is_resumed(

@@ -114,3 +114,18 @@ async def test_worker_is_ended_if_waiting_for_its_answer_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await taking
     assert ended == [worker] and slots.removed == ["its own"]
+
+
+def test_replacements_on_lost_nodes_are_not_counted() -> None:
+    reserve, _, joining, _ = make_reserve()
+    for node_id in ("lost", "other"):
+        joining.ready.append(FakeWorker())
+        joining.ready[-1].info = located_on(node_id)
+        reserve._spares.append(joining.ready[-1])
+    reserve._spares.append(FakeWorker())  # it has not answered where it is
+    assert reserve.count_outside({"lost"}) == 3
+    assert reserve.count_outside(()) == 5
+
+
+def located_on(node_id: str) -> Any:
+    return type("Info", (), {"node_id": node_id})

@@ -115,7 +115,7 @@ class Watch:
         now = self._loop.time()
         cut_off = self._policy.cut_off(now)
         can_replace = not cut_off or await self._can_replace(cut_off)
-        if not can_replace and cut_off != self._awaited:
+        if not can_replace and not set(cut_off) <= set(self._awaited):
             self._record_event(c.warning(self._describe_wait(cut_off)))
         self._awaited = [] if can_replace else cut_off
         hangs = self._policy.find_hangs(now, can_replace=can_replace)

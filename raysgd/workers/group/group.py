@@ -49,6 +49,8 @@ _DIE_TOGETHER_S = 0.2
 _START_TOGETHER_S = 15.0
 #: The time to find out what a group has waited for in vain.
 _EXPLAIN_S = 5.0
+#: The time to find out which nodes are draining, before a replacement is placed.
+_DRAINS_S = 0.5
 #: What a group waits for is reported after this time, and looked for in such intervals.
 WAIT_REPORT_S = 2.0
 
@@ -200,7 +202,8 @@ class WorkerGroup:
     async def _form(self, keep_size: bool) -> None:
         """Give every rank a loaded process, and every process its place in the group."""
         if self._has_formed and None in self._members:
-            await self.drains.ranks()
+            with contextlib.suppress(asyncio.TimeoutError):  # the GCS is away; the next attempt polls for them as well
+                await asyncio.wait_for(self.drains.ranks(), _DRAINS_S)
         for rank in self._vacant_ranks():
             self._members[rank] = await self._reserve.take()
         if not keep_size:
@@ -358,7 +361,9 @@ class WorkerGroup:
         """Say which resources the group waits for, and who holds them; None if it waits for none."""
         if not (count := await self._num_unplaced()):
             return None
-        why, avoided = await call_cluster(self._explain_missing, count), self._avoided.describe()
+        why = await call_cluster(self._explain_missing, count)
+        self._avoided.remove_gone(await call_cluster(list_nodes))
+        avoided = self._avoided.describe()
         if why is None and avoided is not None:
             why = f"waiting for room for {count} worker{'s' * (count > 1)}"
         return why if avoided is None else f"{why}; {avoided}"
@@ -465,14 +470,14 @@ class WorkerGroup:
 
         This waits for as long as the GCS is away, without which no process can be started.
         """
+        infos = [worker.info for rank in ranks if (worker := self._members[rank]) is not None]
+        excluded = self._avoided.ids | {info.node_id for info in infos if info is not None}
         num_left = self.size - len(ranks)
-        num_missing = len(ranks) - self._reserve.num_spares - self.num_joining
+        num_missing = len(ranks) - self._reserve.count_outside(excluded)
         if num_left - num_left % self._multiple >= self._scaling.min_workers or num_missing <= 0:
             return True
         if await call_cluster(has_autoscaler):
             return True
-        infos = [worker.info for rank in ranks if (worker := self._members[rank]) is not None]
-        excluded = self._avoided.ids | {info.node_id for info in infos if info is not None}
         nodes = [node for node in await call_cluster(list_nodes) if node.node_id not in excluded]
         return count_fitting(self._scaling.bundle(), nodes) >= num_missing
 
@@ -534,6 +539,11 @@ class WorkerGroup:
 
     async def _remove(self, worker: Worker) -> None:
         """Drop a process that has died; its node is avoided if it is gone too, or if workers keep dying there."""
+        if (
+            worker.info is not None and worker.info.node_id in self._avoided.ids
+        ):  # that is known, and Ray need not be asked
+            self._drop(worker)
+            return
         if await self._agents.is_node_gone(worker.info) and worker.info is not None:
             self._lose(worker.info)
         elif worker.info is not None and self._avoided.record_death(worker.info):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ray.exceptions import RayError
 
@@ -55,10 +55,10 @@ class Reserve:
         self._task: asyncio.Task[None] | None = None
         joining.num_reserved = lambda: self._num_spares - len(self._spares)
 
-    @property
-    def num_spares(self) -> int:
-        """The number of spares, of which some may still be starting."""
-        return len(self._spares)
+    def count_outside(self, node_ids: Collection[str]) -> int:
+        """Return the number of spares, and of joining workers that are ready, that are not on these nodes."""
+        infos = [worker.info for worker in (*self._spares, *self._joining.ready)]
+        return sum(info is None or info.node_id not in node_ids for info in infos)
 
     async def take(self) -> Worker | None:
         """Take a worker that is ready, a spare first; dead ones and those on nodes to avoid are dropped."""

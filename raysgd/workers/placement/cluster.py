@@ -13,11 +13,12 @@ from typing import Any
 import ray
 from ray._private.state import state  # no public API has the free resources by node, or the autoscaler's limit
 from ray._private.worker import global_worker  # no public API lists draining nodes, or asks without starting Ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd.config import ScalingConfig
 from raysgd.errors import InfeasibleError
 from raysgd.workers.placement.calls import call_cluster
-from raysgd.workers.placement.capacity import Node, describe_nodes, explain_infeasible
+from raysgd.workers.placement.capacity import NOTHING, Node, describe_nodes, explain_infeasible
 
 #: The Ray namespace of raysgd's actors and of its entries in the cluster's key-value store.
 NAMESPACE = "raysgd"
@@ -54,6 +55,15 @@ def use_token() -> None:
     except ImportError:  # a version of Ray without tokens
         return
     tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def place_near(node_id: str) -> dict[str, Any]:
+    """Return the options of an actor without CPUs that runs on a node, or on any other if that one is gone.
+
+    Ray places an actor that asks for no resource at all on a random node, whatever node it prefers; hence a byte of memory.
+    """
+    near = NodeAffinitySchedulingStrategy(node_id, soft=True, _spill_on_unavailable=True)
+    return {"num_cpus": 0, "memory": NOTHING["memory"], "scheduling_strategy": near}
 
 
 def list_nodes() -> list[Node]:
