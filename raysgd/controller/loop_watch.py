@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-#: Seconds after which a loop that has not run counts as blocked.
+#: Seconds for which a loop must stand still to count as blocked.
 BLOCKED_S = 0.2
 _TICK_S = 0.1
 #: Lines of the stack that are kept, the innermost ones.
