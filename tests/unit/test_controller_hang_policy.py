@@ -123,6 +123,18 @@ def test_lost_ranks_that_nothing_can_replace_are_waited_for() -> None:
     assert kinds(watched.find_hangs(131.0, can_replace=False)) == [(0, "lost"), (1, "lost")], "not for ever"
 
 
+def test_ranks_of_silent_nodes_are_known_before_they_are_lost() -> None:
+    watched = policy(ranks=3)
+    watched.on_heartbeat(2, Heartbeat(), 5.0)
+    watched.on_unreachable(0)
+    watched.on_process_checked(1, 1.0, 0.0, False, 5.0)
+    assert watched.unreachable(6.0) == [0] and watched.find_hangs(6.0) == []
+    watched.on_heartbeat(0, Heartbeat(), 7.0)
+    assert watched.unreachable(7.5) == []
+    watched.remove(0)
+    assert watched.watched == {1, 2}
+
+
 def test_stopped_rank_is_killed_while_lost_ones_are_waited_for() -> None:
     watched = HangPolicy(TIMEOUT_S, None, range(2), 0.0, wait_s=120.0)
     watched.on_unreachable(0)

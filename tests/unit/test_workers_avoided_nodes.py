@@ -106,6 +106,15 @@ def test_probation_doubles_with_each_loss_and_the_losses_of_its_workers_count_as
     assert probations == [5, 10, 20, 40, 80, 160, 320, 600, 600]
 
 
+def test_silent_nodes_are_avoided_until_they_answer() -> None:
+    cluster = Cluster(1, 1, 1)
+    cluster.lose("a")
+    cluster.avoided.set_silent(["b"])
+    assert cluster.avoided.ids == {"a", "b"}
+    cluster.avoided.set_silent(())
+    assert cluster.avoided.ids == {"a"}
+
+
 def test_lost_node_that_drains_stays_avoided() -> None:
     cluster = Cluster(1, 1, 1)
     cluster.lose("b")

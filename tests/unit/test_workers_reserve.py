@@ -37,6 +37,9 @@ class FakeJoining:
     def __init__(self) -> None:
         self.ready: list[Any] = []
 
+    def all(self) -> list[Any]:
+        return self.ready
+
     def take(self) -> Any:
         return self.ready.pop(0) if self.ready else None
 

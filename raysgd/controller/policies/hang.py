@@ -108,6 +108,15 @@ class HangPolicy:
         """Return the ranks that are late with their answer, whose processes must be checked."""
         return [rank for rank, worker in self._workers.items() if worker.is_late(now, self._heartbeat_timeout_s)]
 
+    @property
+    def watched(self) -> set[int]:
+        """The ranks that are watched."""
+        return set(self._workers)
+
+    def unreachable(self, now: float) -> list[int]:
+        """Return the ranks that are late with their answer and whose nodes do not answer either."""
+        return [rank for rank in self.suspects(now) if not self._workers[rank].is_reachable]
+
     def cut_off(self, now: float) -> list[int]:
         """Return the ranks that are over the limit, as are their nodes. They run on if only the connection to them is cut."""
         return [

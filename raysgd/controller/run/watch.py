@@ -64,6 +64,7 @@ class Watch:
         )
         self._start_timeout_s = failure.start_timeout_s
         self._replacing: asyncio.Task[bool] | None = None
+        self._silent: list[int] = []  # ranks for which replacements were started
         self._awaited: list[int] = []  # ranks that are cut off, of which the user knows that they are waited for
         self._stragglers = StragglerPolicy(self._loop.time())
         self._mismatches = MismatchPolicy(failure.mismatch_timeout_s, range(group.size))
@@ -99,6 +100,7 @@ class Watch:
                 if gap_s > self._timeout_s / _ASKS:  # this process did not run, so the silence says nothing
                     self._policy.skip(gap_s)
                 self._check_suspects()
+                self._expect_loss()
                 self._look_if_due()
                 if hangs := await self._find_hangs():
                     await self._report(hangs)
@@ -203,6 +205,14 @@ class Watch:
         suspects = self._policy.suspects(self._loop.time())
         if suspects and (self._checking is None or self._checking.done()):
             self._checking = self._loop.create_task(self._check_processes(suspects))
+
+    def _expect_loss(self) -> None:
+        """Start replacements for ranks whose nodes do not answer, and end them if the nodes answer again."""
+        silent = self._policy.unreachable(self._loop.time())
+        # A rank that is watched no longer is dead or given up: its replacement is needed.
+        if silent != self._silent and set(self._silent) <= self._policy.watched:
+            self._silent = silent
+            self._group.expect_loss(silent)
 
     async def _check_processes(self, ranks: list[int]) -> None:
         found = await self._monitor.check_processes(ranks, self._timeout_s / 6)

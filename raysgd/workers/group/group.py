@@ -38,7 +38,7 @@ from raysgd.workers.placement.avoided_nodes import AvoidedNodes
 from raysgd.workers.placement.calls import call_cluster, post_to_cluster
 from raysgd.workers.placement.capacity import count_fitting, explain_timeout, slot_bundle
 from raysgd.workers.placement.cluster import check_feasible, has_autoscaler, list_nodes, wait_until_feasible
-from raysgd.workers.placement.slots import ExistingPlacement, WorkerSlot, WorkerSlots
+from raysgd.workers.placement.slots import ExistingPlacement, WorkerSlots
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.storage.storage import Storage
@@ -125,8 +125,9 @@ class WorkerGroup:
 
     @property
     def num_joining(self) -> int:
-        """The number of workers that can join the group: those that are ready, in whole replicas."""
-        return self._joining.num_ready - self._joining.num_ready % self._multiple
+        """The number of workers that can join the group: those that are ready, in whole replicas, up to the largest size."""
+        num_ready = min(self._joining.num_ready, self._scaling.max_workers - self.size)
+        return int(num_ready - num_ready % self._multiple)
 
     def info(self, rank: int) -> WorkerInfo | None:
         """Return where a member runs; None if it has no process that has answered."""
@@ -182,7 +183,7 @@ class WorkerGroup:
         finally:
             reporting.cancel()
         await self._reserve.replenish(self._workers()[0])
-        self._want_joining_workers()
+        self.expect_loss(())
         self._agents.watch_workers(self._infos())
         return [*messages, *self._avoided.take_warnings()]
 
@@ -233,8 +234,14 @@ class WorkerGroup:
                 return
             self._members += taken
 
-    def _want_joining_workers(self, after: WorkerSlot | None = None) -> None:
-        self._joining.want(self._scaling.max_workers - self.size, after=after)
+    def expect_loss(self, ranks: Collection[int]) -> None:
+        """Start workers where there is room, one for each of these ranks, whose nodes do not answer; end those of earlier calls.
+
+        A replacement is then ready, or nearly so, when the silent nodes are given up.
+        """
+        infos = [worker.info for rank in ranks if (worker := self._members[rank]) is not None]
+        self._avoided.set_silent({info.node_id for info in infos if info is not None})
+        self._joining.want(self._scaling.max_workers - self.size + len(ranks))
 
     async def _start_missing(self) -> None:
         is_new = not self.slots.is_open
@@ -248,7 +255,8 @@ class WorkerGroup:
             if (slot := await self.slots.take(self._avoided.ids, must_have_node=must_have_node)) is not None:
                 self._members[rank] = await self._starter.start(slot)
         if is_new:
-            self._want_joining_workers(after=None if (first := self._members[0]) is None else first.slot)
+            first = self._members[0]
+            self._joining.want(self._scaling.max_workers - self.size, after=None if first is None else first.slot)
 
     async def _replace_used_processes(self) -> None:
         """End processes that were in a process group, if they can join no other; their ranks become vacant."""

@@ -81,11 +81,6 @@ class JoiningWorkers:
     def num_ready(self) -> int:
         return len(self._ready)
 
-    @property
-    def ready(self) -> list[Worker]:
-        """The workers that are ready, first come first."""
-        return list(self._ready)
-
     def all(self) -> list[Worker]:
         """Return the workers that are ready, then those that are starting."""
         return [*self._ready, *self._starting]

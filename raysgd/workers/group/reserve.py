@@ -56,8 +56,8 @@ class Reserve:
         joining.num_reserved = lambda: self._num_spares - len(self._spares)
 
     def count_outside(self, node_ids: Collection[str]) -> int:
-        """Return the number of spares, and of joining workers that are ready, that are not on these nodes."""
-        infos = [worker.info for worker in (*self._spares, *self._joining.ready)]
+        """Return the number of spares and joining workers, ready or starting, that are not on these nodes."""
+        infos = [worker.info for worker in (*self._spares, *self._joining.all())]
         return sum(info is None or info.node_id not in node_ids for info in infos)
 
     async def take(self) -> Worker | None:

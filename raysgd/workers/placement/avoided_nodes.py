@@ -61,6 +61,7 @@ class AvoidedNodes:
         self._clock = clock
         self._lost: dict[str, _Lost] = {}
         self._losses: Counter[str] = Counter()
+        self._silent: set[str] = set()
         self._draining: set[str] = set()
         self._faulty: dict[str, str] = {}  # with their names
         self._deaths: Counter[str] = Counter()
@@ -92,6 +93,11 @@ class AvoidedNodes:
         elif now - lost.answers_since >= lost.must_answer_s:
             del self._lost[node_id]
             self._update()
+
+    def set_silent(self, node_ids: Collection[str]) -> None:
+        """Avoid nodes that do not answer at present, until the next call."""
+        self._silent = set(node_ids)
+        self._update()
 
     def drain(self, node_ids: Collection[str]) -> None:
         """Avoid nodes that Ray is about to take away."""
@@ -149,7 +155,7 @@ class AvoidedNodes:
 
     def _update(self) -> None:
         self.ids.clear()
-        self.ids.update(self._lost, self._draining, self._faulty)
+        self.ids.update(self._lost, self._silent, self._draining, self._faulty)
 
     def _is_faulty(self, node_id: str) -> bool:
         others = max((count for other, count in self._deaths.items() if other != node_id), default=0)
