@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from raysgd._util.logs import get_logger
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from raysgd.workers.group.group import WorkerGroup
 
 
+#: The time for the cluster to record an attempt, before the ranks enter it without the record.
+_RECORD_S = 1.0
+
+
 class Run:
     """One run, from its request to its last frame.
 
@@ -51,7 +55,7 @@ class Run:
         share: Makes a reference to the order that all workers get (``ray.put``).
         is_resumed: An earlier controller process began the run; its files hold the progress, and reading them blocks.
         last_attempt: The last attempt of the earlier process.
-        begins: Records an attempt before any rank enters it.
+        begins: Records an attempt before any rank enters it, if that takes no longer than a moment.
         observe: Called with each event, and the last complete round at that time.
 
     Attributes:
@@ -72,7 +76,7 @@ class Run:
         share: Callable[[Any], Any],
         is_resumed: bool = False,
         last_attempt: AttemptRecord | None = None,
-        begins: Callable[[AttemptRecord], None] = lambda attempt: None,
+        begins: Callable[[AttemptRecord], Coroutine[Any, Any, None]] | None = None,
         observe: Callable[[c.RecordEvent, int], None] = lambda event, iteration: None,
     ) -> None:
         self._request = request
@@ -189,6 +193,11 @@ class Run:
 
     def warn(self, message: str) -> None:
         self._record_event(c.warning(message))
+
+    def record_blocked(self, seconds: float, stack: str) -> None:
+        """Record that the event loop stood still, and in what."""
+        if not self.is_closed:
+            self._record_event(c.RecordEvent("blocked_loop", {"seconds": seconds, "stack": stack}))
 
     async def add_warning(self, message: str, source: str | None) -> None:
         """Add a warning of another process, also to a run that is closed; returns when it is on storage.
@@ -408,7 +417,9 @@ class Run:
         self._files.delete(self._reads.end())
         self._reads = CheckpointReads(command.first_number)
         self._held.begin_attempt(attempt, command.first_number, start.held)
-        self._begins(AttemptRecord(self._request.run_id, attempt, size, start.iteration))
+        recording = asyncio.ensure_future(
+            self._record_attempt(AttemptRecord(self._request.run_id, attempt, size, start.iteration))
+        )
         self._start_watch(attempt)
         shared = self._share(RunOrder(self._request.task, self._info, self._files.store.storage.uri, self._checkpoint))
         for rank in range(size):
@@ -423,7 +434,14 @@ class Run:
                 time_before_s=start.time_total_s,
                 flush_interval_s=stream_interval_s(size),
             )
-            self._spawn(self._follow(rank, shared, attempt_order))
+            self._spawn(self._follow(rank, shared, attempt_order, recording))
+
+    async def _record_attempt(self, attempt: AttemptRecord) -> None:
+        if self._begins is not None:
+            # Not longer: while the GCS, which keeps the record, is away, this attempt must begin nevertheless.
+            done, _ = await asyncio.wait([self._spawn(self._begins(attempt))], timeout=_RECORD_S)
+            for recorded in done:
+                recorded.result()
 
     def _start_watch(self, attempt: int) -> None:
         self._end_watch()
@@ -435,11 +453,12 @@ class Run:
         if self._watch is not None:
             self._watch.end()
 
-    async def _follow(self, rank: int, order: Any, attempt_order: AttemptOrder) -> None:
-        """Read a worker's event stream to its end."""
+    async def _follow(self, rank: int, order: Any, attempt_order: AttemptOrder, recording: Awaitable[None]) -> None:
+        """Read a worker's event stream to its end, once the attempt is recorded."""
         attempt = attempt_order.attempt
         died: str | None = None
         try:
+            await recording
             async for item in self._group.run(rank, order, attempt_order):
                 if isinstance(item, list):
                     for event in item:
