@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -38,8 +39,9 @@ class Gradients:
     ) -> None:
         self._parameters, self._shards, self._mesh = parameters, shards, mesh
         self._is_sharded, self._counted_elsewhere = is_sharded, counted_elsewhere
-        self._known_norm: torch.Tensor | None = None  # of gradients that the loop has not changed since, by `_versions`
-        self._versions: list[tuple[int, int]] = []
+        self._known_norm: torch.Tensor | None = None  # of gradients that the loop has not changed since, by `_noted`
+        # Not ids: a gradient that takes the place of another may get its id, and have as many changes.
+        self._noted: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     def updated(self) -> list[torch.Tensor]:
         """Return what is updated: the model's parameters, or what is in their place."""
@@ -73,14 +75,16 @@ class Gradients:
 
     def note(self, norm: torch.Tensor | None = None) -> None:
         """Remember which gradients there are, and their norm if it is known."""
-        self._known_norm, self._versions = norm, self._current_versions()
+        self._known_norm = norm
+        self._noted = [(weakref.ref(each), each._version) for each in map(local_of, self.found())]
 
     def are_changed(self) -> bool:
         """Return whether a gradient was changed or replaced since `note`."""
-        return self._versions != self._current_versions()
-
-    def _current_versions(self) -> list[tuple[int, int]]:
-        return [(id(each), each._version) for each in map(local_of, self.found())]
+        found = [local_of(each) for each in self.found()]
+        return len(found) != len(self._noted) or any(
+            noted() is not each or version != each._version
+            for each, (noted, version) in zip(found, self._noted, strict=True)
+        )
 
 
 def global_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, *, is_sharded: bool) -> torch.Tensor:

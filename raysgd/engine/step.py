@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from raysgd._util.text import with_article
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedForward, AttachedHook
+from raysgd.engine.checks import check_loss
 from raysgd.engine.composing import Composed, place_loaded
 from raysgd.engine.config import WITHOUT_OPTIMIZER, EngineConfig
 from raysgd.engine.data_parallel import Mesh
@@ -147,7 +147,7 @@ class Step:
 
     def backward(self, loss: torch.Tensor, weight: float | None, *, retain_graph: bool) -> None:
         """Make a backward pass; see `raysgd.Engine.backward`."""
-        self._check_loss(loss)
+        check_loss(loss, self._parameters.values(), is_pipelined=self.composed.pipeline is not None)
         if self.composed.pipeline is None:
             self._begin_backward(loss)
         self._check_backward(weight)
@@ -170,27 +170,6 @@ class Step:
         else:
             self._num_pipelined -= 1
         self.end_pass(weight)
-
-    def _check_loss(self, loss: Any) -> None:
-        """Check that a loss is one, and was computed from what is trained.
-
-        Raises:
-            UsageError: It is not.
-        """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            is_tensor = isinstance(loss, torch.Tensor)
-            what = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else with_article(type(loss).__name__)
-            raise UsageError(
-                f"engine.backward(loss) got {'None' if loss is None else what}; give the mean loss of the batch, a scalar tensor "
-                "as the model and the criterion return it, such as loss.mean() and not loss.item()."
-            )
-        if self.composed.pipeline is None and not loss.requires_grad:
-            is_frozen = not any(each.requires_grad for each in self._parameters.values())
-            why = "all parameters are frozen" if is_frozen else "it was detached, or computed under torch.no_grad()"
-            raise UsageError(
-                f"engine.backward(loss) got a loss that has no gradient: {why}. Compute it from the output of the model that "
-                "engine.compose returned, some of whose parameters are trained (requires_grad=True)."
-            )
 
     def begin_pass(self) -> None:
         """Take the gradients of the open step back from the loop, before a backward pass adds to them."""

@@ -181,10 +181,12 @@ def test_max_val_steps_limits_the_validation() -> None:
     assert run(values)[0]["val_loss"] == 1.5
 
 
-def test_a_validation_does_not_change_the_training(tmp_path: Path) -> None:
-    plain = run(training(max_epochs=2))[1]
-    validated = run(training(max_epochs=2, val_every_n_train_steps=1, dataset__val_args={"dim": 4, "size": 5}))[1]
-    assert_equal(plain, validated)
+@pytest.mark.parametrize("noise", ["", "torch", "random", "numpy"])
+def test_a_validation_does_not_change_the_training(noise: str) -> None:
+    settings = {"max_epochs": 2, "dataset__train_args": {"dim": 4, "size": 21, "noise": noise}}
+    plain = run(training(**settings))[1]
+    rows = {"dim": 4, "size": 5, "noise": noise}  # a validation draws for them
+    assert_equal(plain, run(training(**settings, val_every_n_train_steps=1, dataset__val_args=rows))[1])
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
