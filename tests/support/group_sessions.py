@@ -44,7 +44,10 @@ class GroupSession(LocalSession):
         found = None
         if all_ranks or rank == 0:
             snapshot = take_snapshot(state, StagingPool(1), shards=ShardWriter(size) if all_ranks else None)
-            found = snapshot.write(self._group_store.directory(number), part_prefix(1, rank)), snapshot.unsharded_digest()
+            found = (
+                snapshot.write(self._group_store.directory(number), part_prefix(1, rank)),
+                snapshot.unsharded_digest(),
+            )
         written = {rank: each for rank, each in enumerate(self.gather(found)) if each is not None}
         if rank:
             dist.barrier()

@@ -11,7 +11,7 @@ import random
 import tempfile
 import time
 import traceback
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -149,9 +149,9 @@ def fits(loop: Loop) -> bool:
     )
 
 
-def draw(seed: int, *, without: Container[str] = ()) -> Loop:
-    """Draw a loop, without some habits."""
-    names = [name for name in HABITS if name not in without]
+def draw(seed: int) -> Loop:
+    """Draw a loop."""
+    names = list(HABITS)
     numbers = random.Random(seed)
     loop = Loop(numbers.choice(list(STRATEGIES)), (), numbers.choice([1, 2, 3]), seed)
     wanted = numbers.choice([1, 2, 3, 3, 4])
@@ -689,7 +689,7 @@ def difference(loop: Loop, rank: int, own: Outcome, plain: Outcome) -> str | Non
     return None
 
 
-def verdict(loop: Loop, of_ranks: list[tuple[Outcome, Outcome, float]]) -> str | None:
+def find_difference(loop: Loop, of_ranks: list[tuple[Outcome, Outcome, float]]) -> str | None:
     """Return what is wrong with a loop, or None: it is right on all ranks, or was refused before it differed."""
     for rank, (own, plain, _) in enumerate(of_ranks):
         if (wrong := difference(loop, rank, own, plain)) is not None:
@@ -720,14 +720,14 @@ class Judge:
         found = []
         for first in range(0, len(loops), TOGETHER):
             together = loops[first : first + TOGETHER]
-            texts = self._verdicts(together)
+            texts = self._find_differences(together)
             for loop, text in zip(together, texts, strict=True):
                 if text is not None:
                     smallest, of_smallest = self._shrink(loop, text)
                     found.append(f"{smallest}: {of_smallest} [drawn: {loop}]")
         return found
 
-    def _verdicts(self, loops: list[Loop]) -> list[str | None]:
+    def _find_differences(self, loops: list[Loop]) -> list[str | None]:
         try:
             of_ranks = self._group.run(compare, loops)
         except AssertionError as error:  # a rank has died, or waits for another one
@@ -735,12 +735,12 @@ class Judge:
             self._group = RankGroup(RANKS, timeout_s=TIMEOUT_S)
             if len(loops) == 1:
                 return [f"the processes do not answer: {str(error)[-1000:]}"]
-            return [text for loop in loops for text in self._verdicts([loop])]
-        return [verdict(loop, list(outcomes)) for loop, *outcomes in zip(loops, *of_ranks, strict=True)]
+            return [text for loop in loops for text in self._find_differences([loop])]
+        return [find_difference(loop, list(outcomes)) for loop, *outcomes in zip(loops, *of_ranks, strict=True)]
 
     def _shrink(self, loop: Loop, text: str) -> tuple[Loop, str]:
         for smaller in filter(fits, loop.smaller()):
-            (found,) = self._verdicts([smaller])
+            (found,) = self._find_differences([smaller])
             if found is not None:
                 return self._shrink(smaller, found)
         return loop, text
