@@ -175,4 +175,4 @@ def test_next_agent_of_a_node_has_another_name_than_one_that_still_closes(
         await agents.wait_for_exits()
 
     asyncio.run(pause_and_resume())
-    assert killed == ["trainer-agent-other-1", "trainer-agent-other-2"]
+    assert sorted(killed) == ["trainer-agent-other-1", "trainer-agent-other-2"]  # each in a thread of its own
