@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd._util.text import with_article
-from raysgd.engine.attached import AttachedHook
+from raysgd.engine.attached import AttachedHook, differentiable
 from raysgd.engine.checks import check_parts, check_workers
 from raysgd.engine.composing import compose
 from raysgd.engine.config import (
@@ -25,7 +25,7 @@ from raysgd.engine.config import (
 )
 from raysgd.engine.optimizer import EngineOptimizer
 from raysgd.engine.precision import LossScale
-from raysgd.engine.step import Step, differentiable
+from raysgd.engine.step import Step
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api
 from raysgd.torch.devices import device

@@ -6,6 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 
 class AttachedForward:
     """A ``forward`` that the engine has put in the place of a module's own. A copy or a pickle has the module's own.
@@ -40,3 +43,10 @@ def _same(value: Any) -> Any:
 
 def _nothing(*args: Any) -> None:
     return None
+
+
+def differentiable(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a tree through which a backward pass can go."""
+    if not torch.is_grad_enabled():
+        return []
+    return [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor) and each.requires_grad]

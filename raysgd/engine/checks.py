@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from raysgd._util.text import with_article
 from raysgd.engine.config import EngineConfig
+from raysgd.engine.optimizer_shards import GradientHook
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api, context
 from raysgd.torch.model import is_wrapped
@@ -114,3 +115,73 @@ def check_loss(loss: Any, parameters: Iterable[nn.Parameter], *, is_pipelined: b
             f"engine.backward(loss) got a loss that has no gradient: {why}. Compute it from the output of the model that "
             "engine.compose returned, some of whose parameters are trained (requires_grad=True)."
         )
+
+
+def check_other_optimizer(
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    shards: Mapping[torch.Tensor, torch.Tensor],
+    *,
+    is_changed: bool,
+) -> None:
+    """Check that an optimizer next to the engine's, if it updates parameters of the model, finds what it does in the plain loop.
+
+    Args:
+        optimizer: It makes a step.
+        parameters: Those of the model, by name.
+        shards: What the engine's optimizer updates in place of parameters.
+        is_changed: All gradients are hidden or scaled now.
+
+    Raises:
+        UsageError: It does not.
+    """
+    updated = {each for group in optimizer.param_groups for each in group["params"]}
+    name = next((name for name, each in parameters.items() if each in updated), None)
+    if name is not None and (is_changed or not shards.keys().isdisjoint(updated)):
+        raise UsageError(
+            f"{with_article(type(optimizer).__name__)} updates {name} of the model, next to the optimizer of engine.compose: "
+            "in fp16, with zero_stage=1 or 2, with bf16-true and within an accumulated step its gradient is not there. Add "
+            "the parameters to the engine's optimizer by optimizer.add_param_group."
+        )
+
+
+def check_updated(optimizer: Optimizer, known: Container[torch.Tensor]) -> None:
+    """Check that what an optimizer updates is the model's, or has no gradient.
+
+    Raises:
+        UsageError: The loop has given the optimizer other parameters.
+    """
+    groups = optimizer.param_groups
+    if any(each.grad is not None and each not in known for group in groups for each in group["params"]):
+        raise UsageError(
+            "the optimizer has a parameter that is not the model's, so that its gradient is not averaged over the workers: "
+            "make it a part of the model that engine.compose returned."
+        )
+
+
+def check_hooks(
+    known: Mapping[nn.Parameter, tuple[int, int]], parameters: Iterable[nn.Parameter], *, is_late: bool
+) -> None:
+    """Check that no hook of the loop has found another gradient than that of the plain loop.
+
+    Args:
+        known: `count_hooks` of each parameter when it was first seen.
+        parameters: Those of the model.
+        is_late: Gradients are complete after all hooks.
+
+    Raises:
+        UsageError: One has.
+    """
+    for each in parameters:
+        (num_before, num_after), (before, after) = known[each], count_hooks(each)
+        if after > num_after or (is_late and before > num_before):
+            raise UsageError(
+                "a parameter has a hook, which would not find its gradient: with several workers, zero_stage=3 or fp16 it is "
+                "complete after the backward pass. Change parameter.grad before optimizer.step() in place of the hook."
+            )
+
+
+def count_hooks(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return how many hooks of others a parameter has, for its gradient and after that."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return len(parameter._backward_hooks or ()), sum(not isinstance(each, GradientHook) for each in after.values())

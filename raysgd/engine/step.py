@@ -17,19 +17,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 
-from raysgd._util.text import with_article
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.accumulation import Accumulation
-from raysgd.engine.attached import AttachedForward, AttachedHook
-from raysgd.engine.checks import check_loss
+from raysgd.engine.attached import AttachedForward, AttachedHook, differentiable
+from raysgd.engine.checks import check_hooks, check_loss, check_other_optimizer, check_updated, count_hooks
 from raysgd.engine.composing import Composed, place_loaded
 from raysgd.engine.config import WITHOUT_OPTIMIZER, EngineConfig
 from raysgd.engine.data_parallel import Mesh
 from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag, scale
 from raysgd.engine.local_tensors import local_of
-from raysgd.engine.optimizer_shards import GradientHook
 from raysgd.engine.precision import LossScale
 from raysgd.engine.used_batches import UsedBatches
 from raysgd.errors import CheckpointError, UsageError
@@ -96,7 +93,7 @@ class Step:
         self._divided_by: torch.Tensor | float = 1.0  # what the gradients of a complete step were divided by
         self._parameters = self._data_parallel.parameters_of(unwrap(composed.model))
         # The loop's hooks are those that come later.
-        self._num_hooks = {each: _count_hooks(each) for each in self._parameters.values()}
+        self._num_hooks = {each: count_hooks(each) for each in self._parameters.values()}
 
     def attach(self) -> None:
         """Follow the passes of the model and what is loaded into it."""
@@ -259,7 +256,7 @@ class Step:
             if each not in self._num_hooks:
                 if api.world_size() > 1:
                     dist.broadcast(local_of(each.detach()), group=self._mesh().get_group("dp"), group_src=0)
-                self._num_hooks[each] = _count_hooks(each)
+                self._num_hooks[each] = count_hooks(each)
         self._data_parallel.follow(model, self._parameters.values())
 
     def _weight_of(self, weight: float | None) -> float:
@@ -564,44 +561,17 @@ class Step:
             )
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Check that another optimizer of the loop, if it updates parameters of the model, finds what it does in the plain loop.
-
-        Raises:
-            UsageError: It does not.
-        """
-        if optimizer is self._optimizer or self._optimizer is None:
-            return
-        groups = [group["params"] for group in optimizer.param_groups]
-        found = next((each for parameters in groups for each in parameters if each in self._num_hooks), None)
-        if found is None:
-            return
-        is_unfinished = self._accumulation.is_open and not self.is_complete
-        if (
-            is_unfinished
-            or self._loss_scale.is_enabled
-            or not self._data_parallel.shards.tensor_of.keys().isdisjoint(
-                each for parameters in groups for each in parameters
-            )
-        ):
-            name = next(name for name, each in self._parameters.items() if each is found)
-            raise UsageError(
-                f"{with_article(type(optimizer).__name__)} updates {name} of the model, next to the optimizer of engine.compose: "
-                "in fp16, with zero_stage=1 or 2, with bf16-true and within an accumulated step its gradient is not there. Add "
-                "the parameters to the engine's optimizer by optimizer.add_param_group."
-            )
+        """Check another optimizer of the loop; see `raysgd.engine.checks.check_other_optimizer`."""
+        if optimizer is not self._optimizer and self._optimizer is not None:
+            is_unfinished = self._accumulation.is_open and not self.is_complete
+            shards = self._data_parallel.shards.tensor_of
+            is_changed = is_unfinished or self._loss_scale.is_enabled
+            check_other_optimizer(optimizer, self._parameters, shards, is_changed=is_changed)
 
     def check_updated(self) -> None:
-        """Check that what the optimizer updates is the model's, or has no gradient.
-
-        Raises:
-            UsageError: The loop has given the optimizer other parameters.
-        """
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        if any(each.grad is not None and each not in self._num_hooks for group in groups for each in group["params"]):
-            raise UsageError(
-                "the optimizer has a parameter that is not the model's, so that its gradient is not averaged over the workers: "
-                "make it a part of the model that engine.compose returned."
-            )
+        """Check that what the optimizer updates is the model's, or has no gradient; see `raysgd.engine.checks`."""
+        if self._optimizer is not None:
+            check_updated(self._optimizer, self._num_hooks)
 
     def _check_clear(self) -> None:
         """Check that it is known where batches begin, if it matters."""
@@ -626,13 +596,7 @@ class Step:
         is_late = self._data_parallel.gathers_parameters or self._config.precision == "fp16"
         if not is_late and api.world_size() == 1:
             return
-        for each in self._parameters.values():
-            (num_before, num_after), (before, after) = self._num_hooks[each], _count_hooks(each)
-            if after > num_after or (is_late and before > num_before):
-                raise UsageError(
-                    "a parameter has a hook, which would not find its gradient: with several workers, zero_stage=3 or fp16 it is "
-                    "complete after the backward pass. Change parameter.grad before optimizer.step() in place of the hook."
-                )
+        check_hooks(self._num_hooks, self._parameters.values(), is_late=is_late)
 
 
 @functools.cache
@@ -646,18 +610,5 @@ def _check_optimizers() -> None:
     register_optimizer_step_pre_hook(check)
 
 
-def differentiable(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of a tree through which a backward pass can go."""
-    if not torch.is_grad_enabled():
-        return []
-    return [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor) and each.requires_grad]
-
-
 def _readers(dataset: Any) -> list[Step]:
     return [each for each in _steps if each.reads(dataset)]
-
-
-def _count_hooks(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return how many hooks of others a parameter has, for its gradient and after that."""
-    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return len(parameter._backward_hooks or ()), sum(not isinstance(each, GradientHook) for each in after.values())
