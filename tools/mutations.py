@@ -446,7 +446,10 @@ def run_mutant(mutant: Mutant, names: list[str], tests: dict[str, Any]) -> str:
 
 
 def find_notice(mutant: Mutant, names: list[str], tests: dict[str, Any]) -> str:
-    """Return how a mutant is noticed, or an empty text. The file with the most tests runs first, alone: pytest reads each file."""
+    """Return how a mutant is noticed, or an empty text.
+
+    The file with the most of the tests runs first, alone, because pytest reads every file before it runs a test.
+    """
     by_file: dict[str, list[str]] = defaultdict(list)
     for name in names:
         by_file[name.partition("::")[0]].append(name)
