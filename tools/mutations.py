@@ -445,6 +445,25 @@ def run_mutant(mutant: Mutant, names: list[str], tests: dict[str, Any]) -> str:
         return failed.read_text() if failed.exists() else "out of time" if status is None else f"status {status}"
 
 
+def find_notice(mutant: Mutant, names: list[str], tests: dict[str, Any]) -> str:
+    """Return how a mutant is noticed, or an empty text.
+
+    The file with the most of the tests runs first, alone, because pytest reads every file before it runs a test.
+    """
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        by_file[name.partition("::")[0]].append(name)
+    first = max(by_file.values(), key=len, default=[])
+    for part in (first, [name for name in names if name not in first]):
+        noticed = run_mutant(mutant, part, tests)
+        while noticed in tests and not is_passing(noticed, tests):
+            part.remove(noticed)
+            noticed = run_mutant(mutant, part, tests)
+        if noticed:
+            return noticed
+    return ""
+
+
 def is_passing(name: str, tests: dict[str, Any]) -> bool:
     """Return whether a test passes with a copy of the package that is not changed; it is run once."""
     if "is_passing" not in tests[name]:
@@ -473,10 +492,7 @@ def check_folder(folder: str, arguments: argparse.Namespace, until: float) -> bo
             break
         counts["sampled"] += 1
         names = tests_of(mutant, tests)
-        noticed = run_mutant(mutant, names, tests)
-        while noticed in tests and not is_passing(noticed, tests):
-            names.remove(noticed)
-            noticed = run_mutant(mutant, names, tests)
+        noticed = find_notice(mutant, names, tests)
         if noticed:
             counts["killed"] += 1
             if arguments.verbose:

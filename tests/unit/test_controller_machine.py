@@ -145,9 +145,11 @@ def test_failed_starts_are_retried_with_growing_delays() -> None:
 def test_group_that_did_not_form_does_not_use_up_an_attempt_number() -> None:
     run = SimulatedRun(2)
     run.ready(enters=False)
-    for rank in range(2):
+    for rank in (1, 0):
         run.leave(rank, failed("timed out", in_setup=True))
     run.advance(RESTART_DELAY_S)
+    (failure,) = run.events("failure")
+    assert list(failure["ranks"]) == [0, 1]
     run.ready()
     run.advance(FailureConfig().abort_grace_s)
     assert run.killed_ranks == []  # the timers of the first group do not affect the second

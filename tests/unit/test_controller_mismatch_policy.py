@@ -86,6 +86,16 @@ def test_rank_that_waits_for_a_returned_rank_is_warned_about_and_then_ends_the_r
     assert over.is_over and over.ranks == (1,) and "for 60 s; rank 0 has returned" in over.why
 
 
+def test_time_since_the_newest_look_counts_as_waiting() -> None:
+    policy = MismatchPolicy(TIMEOUT_S, range(2))
+    policy.on_position(0, computes(done(12)), 100.0)
+    policy.on_returned(0)
+    policy.on_position(1, replace(waits(last(13)), waited_s=25.0, blocked_s=25.0), 100.0)
+    assert policy.find_mismatch(104.0) is None
+    warned = policy.find_mismatch(106.0)
+    assert warned is not None and "for 31 s" in warned.why
+
+
 def test_all_ranks_that_wait_are_named() -> None:
     watched = Watched(waits(last(13)), computes(done(12)), waits(last(13)), returned=(1,))
     over = watched.watch(90)[-1]

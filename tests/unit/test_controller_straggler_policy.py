@@ -179,6 +179,13 @@ def test_slightly_slow_rank_has_not_recovered() -> None:
     assert ranks.windows(SLOW) == [(1, "compute")]
 
 
+def test_slightly_slow_window_does_not_count_as_recovered() -> None:
+    ranks = Ranks(3)
+    assert ranks.windows(SLOW) == [(1, "compute")]
+    assert ranks.windows(HALF, 1) == ranks.windows(FAST, NUM_WINDOWS - 1) == []
+    assert ranks.windows(SLOW) == []
+
+
 def test_slow_windows_must_be_consecutive() -> None:
     ranks = Ranks(3)
     for _ in range(5):

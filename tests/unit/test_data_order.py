@@ -168,6 +168,20 @@ def test_spans_bound_the_places_of_each_block_and_lanes_of_rank_its_rows(
                 start = stop
 
 
+@given(lane_counts, sizes, st.integers(1, 40))
+@example(3, 4, 40)
+def test_rank_reads_the_lanes_of_its_rows_and_at_most_one_more_at_either_end(
+    lanes: int, world_size: int, global_batch: int
+) -> None:
+    for rank in range(world_size):
+        assignment = RankAssignment(num_rows=100, global_batch=global_batch, rank=rank, world_size=world_size)
+        read = assignment.lanes_of_rank(lanes)
+        assert set(read) <= set(range(lanes))
+        if global_batch >= lanes:
+            num_rows = global_batch * (rank + 1) // world_size - global_batch * rank // world_size
+            assert len(read) <= num_rows * lanes / global_batch + 4
+
+
 def test_with_one_lane_per_worker_blocks_are_released_in_turn() -> None:
     block_rows = [10] * 8
     for shuffle in (False, "window"):

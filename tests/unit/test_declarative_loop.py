@@ -372,6 +372,15 @@ def test_each_step_is_reported_once_with_the_loss_of_its_validation(
     assert len({loss for loss in losses if loss is not None}) == 3
 
 
+def test_validations_are_made_after_every_second_epoch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = _reports(monkeypatch)
+    validation = {"dataset__val_args": {"dim": 4, "size": 3}, "val_every_n_epochs": 2, "checkpoint__no_save": True}
+    run(training(max_epochs=5, hook={"type": "support.declared.Everything"}, **validation))
+    assert [each["step"] for each in reported] == list(range(1, 5 * STEPS + 1))
+    starts = [name for _, name in declared.CALLS if name in ("on_epoch_end", "on_val_start")]
+    assert starts == ["on_epoch_end", "on_val_start", "on_epoch_end"] * 2 + ["on_epoch_end"]
+
+
 def test_a_loader_without_a_length_reports_the_validation_of_an_epoch_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     reported = _reports(monkeypatch)
     values = training(

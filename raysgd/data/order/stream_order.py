@@ -89,8 +89,6 @@ class StreamOrder:
 
     def step(self, start: int, stop: int, first: int, last: int) -> Indices:
         """Sort places ``start`` to ``stop`` by group and lane, and return the ``first`` to the ``last`` of them."""
-        if self.lanes == 1:
-            return range(start + first, start + last)
         found: list[NDArray[np.int64]] = []
         done = 0
         while start < stop:
