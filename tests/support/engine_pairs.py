@@ -54,7 +54,8 @@ def train(*, is_cleared: bool, **strategies: Any) -> list[float] | str:
     """Return what `train_plainly` does, of engines with some strategies; or the error that refuses the loop."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with session_of(rank, size):
-        models, optimizers = [], []
+        models: list[Any] = []
+        optimizers: list[Any] = []
         engines = [raysgd.Engine(**strategies) for _ in range(2)]
         for engine, model in zip(engines, make_models(), strict=True):
             composed, optimizer, *_ = engine.compose(model=model, optimizer=SGD(model.parameters(), 0.1))
