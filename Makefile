@@ -6,7 +6,7 @@ ARGS ?=
 JOBS ?= 2
 # The areas of `make test-rest`: all of them, unless given.
 AREA ?=
-# Seconds of `make soak`, which are shared by its four kinds of runs.
+# Seconds of `make soak`, which are shared by its five kinds of runs.
 SOAK_S ?= 1200
 # The gate's minutes include its set-up.
 BEGAN := $(shell date +%s)
@@ -33,7 +33,7 @@ HOROVOD := $(VENV)/horovod.stamp
 DOC := $(VENV)/doc.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-rest test-all nightly slow schedules loops alone soak matrix lint format gpu bench bench-check bench-quick doc wheel horovod browser pin clean
+.PHONY: help train quick test test-rest test-all nightly slow schedules loops alone soak matrix mutations lint format gpu bench bench-check bench-quick doc wheel horovod browser pin clean
 # One target at a time: they share the environment, and tests and benchmarks need the machine to themselves.
 .NOTPARALLEL:
 
@@ -84,14 +84,19 @@ schedules: $(TEST)  ## Ten thousand schedules of a run, without processes (a min
 	@RAYSGD_SCHEDULES=10000 $(BIN)/python -m pytest -q -n $(JOBS) tests/unit/test_controller_fuzz.py $(ARGS)
 
 # With another seed each night.
-loops: $(TEST)  ## A thousand loops of users with the engine, against the plain loop
-	@RAYSGD_LOOPS=1000 RAYSGD_LOOPS_SEED=$(BEGAN) $(BIN)/python -m pytest -q tests/integration/test_engine_loops.py $(ARGS)
+loops: $(TEST)  ## Two thousand loops of users with the engine, against the plain loop (half an hour)
+	@RAYSGD_LOOPS=2000 RAYSGD_LOOPS_SEED=$(BEGAN) $(BIN)/python -m pytest -q tests/integration/test_engine_loops.py $(ARGS)
 
 soak: $(HOROVOD)  ## Kill and stop the processes of real runs at random times, and check what they leave (SOAK_S=1200 seconds)
-	@RAYSGD_FUZZ_S=$$(($(SOAK_S) / 4)) $(BIN)/python -m pytest -n0 -s -o timeout=0 tests/fault/test_process_fuzz.py $(ARGS)
+	@RAYSGD_FUZZ_S=$$(($(SOAK_S) / 5)) $(BIN)/python -m pytest -n0 -s -o timeout=0 tests/fault/test_process_fuzz.py $(ARGS)
 
 matrix: $(TEST)  ## Every combination of the engine's strategies against the plain loop (an hour)
 	@RAYSGD_MATRIX=all RAYSGD_MATRIX_PAGE=doc/benchmarks/matrix.md $(BIN)/python -m pytest -q tests/integration/test_engine_matrix.py::test_losses_and_parameters_are_those_of_the_plain_loop $(ARGS)
+
+# With another sample each night.
+mutations: $(JAX)  ## Change the package in a hundred places of each folder, and list what no unit test notices (ARGS="raysgd/session --sample 40")
+	@$(COMPILE)
+	@$(BIN)/python tools/mutations.py --seed $(BEGAN) $(ARGS)
 
 # With the packages of the tests: the types of pytest and IPython are checked against.
 lint: $(TEST)  ## Lint, format, types and layers, without changing anything

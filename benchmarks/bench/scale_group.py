@@ -143,9 +143,6 @@ class Slot:
 
     placement = None
 
-    def is_placed(self) -> bool:
-        return True
-
 
 class Slots:
     """Stands in for `WorkerSlots`, with room for every slot."""
@@ -157,17 +154,17 @@ class Slots:
         self.is_open = False
         self._free: list[Slot] = []
 
-    def open(self, count: int) -> None:
+    async def open(self, count: int) -> None:
         self.is_open = True
         self._free = [Slot() for _ in range(count)]
 
-    def take(self, avoid: Collection[str] = (), *, must_have_node: bool = False) -> Slot | None:
+    async def take(self, avoid: Collection[str] = (), *, must_have_node: bool = False) -> Slot | None:
         return self._free.pop() if self._free else None
 
-    def take_placed(self, avoid: Collection[str], num_left: int = 0) -> Slot | None:
-        return self.take() if len(self._free) > num_left else None
+    async def take_placed(self, avoid: Collection[str], num_left: int = 0) -> Slot | None:
+        return await self.take() if len(self._free) > num_left else None
 
-    def add(self, avoid: Collection[str] = ()) -> Slot:
+    async def add(self, avoid: Collection[str] = ()) -> Slot:
         return Slot()
 
     async def find(self, avoid: Collection[str]) -> Slot:
@@ -179,8 +176,14 @@ class Slots:
     def remove(self, slot: Slot) -> None:
         return None
 
-    def remove_unplaced(self) -> None:
+    async def remove_unplaced(self) -> None:
         return None
+
+    async def look(self) -> None:
+        return None
+
+    def is_placed(self, slot: Slot) -> bool:
+        return True
 
     def close(self) -> None:
         self._free.clear()
@@ -194,7 +197,7 @@ class Starter:
     def __init__(self, *_: Any) -> None:
         self._num_started = 0
 
-    def start(self, slot: Any, *, warm_up: bool = False) -> Worker:
+    async def start(self, slot: Any, *, warm_up: bool = False) -> Worker:
         handle = Handle(self.calls, self._num_started)
         self._num_started += 1
         return Worker(slot, handle, handle.load.remote(NoneConfig(), "controller", warm_up))
@@ -228,15 +231,6 @@ class Agents:
         return None
 
 
-class Preloading:
-    """Stands in for the preloaded processes: there are none."""
-
-    def __init__(self, *_: Any) -> None:
-        return None
-
-    take = replenish = expect_loss = close = lambda self, *_: None
-
-
 def _room() -> list[Node]:
     return [Node("spare", "spare", {"CPU": _NUM_CPUS}, {"CPU": _NUM_CPUS})]
 
@@ -250,7 +244,7 @@ def _ray() -> Any:
 def without_ray(calls: Calls) -> Iterator[None]:
     """Replace what a `WorkerGroup` needs of Ray."""
     starter = type("Starter", (Starter,), {"calls": calls})
-    parts = {"WorkerSlots": Slots, "WorkerStarter": starter, "NodeAgents": Agents, "Preloading": Preloading}
+    parts = {"WorkerSlots": Slots, "WorkerStarter": starter, "NodeAgents": Agents}
     with (
         mock.patch.multiple(real, **parts, ray=_ray(), list_nodes=_room, check_feasible=lambda *_: None),
         mock.patch.object(real, "wait_until_feasible", mock.AsyncMock()),

@@ -76,9 +76,6 @@ class BackendConfig(ABC):
     shows_node_gpus: ClassVar[bool] = False
     #: Whether this backend has a `Coordinator`.
     has_coordinator: ClassVar[bool] = False
-    #: Modules that `Backend.load` imports, and that take long. An idle process imports them before a worker dies, if workers of
-    #: this backend can rejoin: see `raysgd.FailureConfig`. It has no GPUs yet, so an import must not look for them.
-    preload_modules: ClassVar[tuple[str, ...]] = ()
     #: Whether an elastic group of a run that saves no checkpoints grows at once, by a new attempt. Otherwise it stays as it is.
     grows_without_save: ClassVar[bool] = False
 

@@ -173,7 +173,6 @@ class TorchConfig(BackendConfig):
 
     name: ClassVar[str] = "torch"
     shows_node_gpus: ClassVar[bool] = True
-    preload_modules: ClassVar[tuple[str, ...]] = ("torch.distributed.nn.functional",)
     backend: Literal["gloo", "nccl"] | None = None
     init_method: str | None = None
     init_timeout_s: float = 10

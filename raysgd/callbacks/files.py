@@ -137,6 +137,7 @@ class _Table:
         self._columns: dict[str, None] = dict.fromkeys(_read_header(path))
 
     def add(self, row: dict[str, Any]) -> None:
+        row = {_in_one_line(name): value for name, value in row.items()}
         if not row.keys() <= self._columns.keys():
             self._widen([key for key in row if key not in self._columns])
         self._file.write_line(_line([_cell(row.get(column)) for column in self._columns]))
@@ -159,12 +160,11 @@ class _Table:
 
     def _rewrite(self, columns: list[str], num_added: int) -> None:
         temporary = self._path.with_name(f".{self._path.name}.tmp")
-        with open(self._path, newline="", encoding="utf-8") as old, open(temporary, "w", encoding="utf-8") as new:
-            rows = csv.reader(old)
-            next(rows, None)
-            new.write(_line(columns) + "\n")
-            for row in rows:
-                new.write(_line(row + [""] * num_added) + "\n")
+        with open(self._path, "rb") as old, open(temporary, "wb") as new:
+            old.readline()
+            new.write(f"{_line(columns)}\n".encode("utf-8", "replace"))
+            for row in old:  # rows are lines, so they need not be parsed, which csv refuses for long cells
+                new.write(row.rstrip(b"\n") + b"," * num_added + b"\n")
         self._file.close()
         os.replace(temporary, self._path)
         self._file = AppendFile(self._path)
@@ -179,6 +179,10 @@ def _cell(value: Any) -> str:
     if value is None:
         return ""
     text = strict_json(value) if isinstance(value, (list, tuple)) else str(value)
+    return _in_one_line(text)
+
+
+def _in_one_line(text: str) -> str:
     return text.replace("\r", "\\r").replace("\n", "\\n")
 
 

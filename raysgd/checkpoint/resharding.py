@@ -219,6 +219,8 @@ def load_parts(
         return parts[min(parts)].load(allow_pickle=allow_pickle)
     is_same = rank in parts and world_size in (None, manifest.world_size)
     part = parts[rank if is_same else min(parts)]
+    if not is_same and world_size is not None and manifest.world_size == 1 and not part.shards:
+        return part.load(allow_pickle=allow_pickle)  # one rank has saved for all
     if not is_same:
         can_reshard = part.shards and world_size is not None
         if can_reshard and not manifest.is_reshardable:

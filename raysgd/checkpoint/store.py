@@ -6,7 +6,8 @@
         checkpoint_000003/
             a0002-r00000.safetensors    rank 0's part, written by its worker in attempt 2
             a0002-r00000.json
-            manifest.json               written last, by the control plane: this commits the checkpoint
+            manifest.json               written last and once, by the control plane: this commits the checkpoint
+            round.json                  in loops that save before they report: the round of the checkpoint, see `write_round`
 
 Runs in the control plane (committing, listing, deleting; never imports torch or NumPy) and in drivers (reading).
 """
@@ -15,10 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import replace
 from typing import NamedTuple, final
 
-from raysgd.checkpoint.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, verify_files
+from raysgd.checkpoint.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, ROUND_NAME, Manifest, verify_files
 from raysgd.checkpoint.storage.files import TEMPORARY_PREFIX
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, StorageError
@@ -26,7 +26,7 @@ from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNot
 _DIRECTORY = re.compile(r"checkpoint_([0-9]{6}|[1-9][0-9]{6,17})")
 _PART = r"a[0-9]{4,}-r[0-9]{5,}(\..+)?"
 _TEMPORARY = re.escape(TEMPORARY_PREFIX) + ".*"
-_OURS = f"{re.escape(MANIFEST_NAME)}|{_PART}|{_TEMPORARY}"
+_OURS = f"{re.escape(MANIFEST_NAME)}|{re.escape(ROUND_NAME)}|{_PART}|{_TEMPORARY}"
 
 
 def part_prefix(attempt: int, rank: int) -> str:
@@ -46,14 +46,24 @@ def _manifest_of(number: int) -> str:
 
 
 def read_manifest(directory: Storage) -> Manifest:
-    """Read the manifest of the checkpoint in a folder.
+    """Read the manifest of the checkpoint in a folder, with its round if that is known.
 
     Raises:
         CheckpointNotFoundError: The folder does not exist, or holds no manifest.
         CheckpointCorruptError: The manifest is not valid.
     """
-    data = directory.read_bytes(MANIFEST_NAME, MAX_MANIFEST_BYTES)
-    return Manifest.from_json(data, directory.path_of(MANIFEST_NAME))
+    return _read(directory, "")
+
+
+def _read(storage: Storage, prefix: str) -> Manifest:
+    name, round_name = prefix + MANIFEST_NAME, prefix + ROUND_NAME
+    manifest = Manifest.from_json(storage.read_bytes(name, MAX_MANIFEST_BYTES), storage.path_of(name))
+    if manifest.awaits_round:
+        # A damaged file is as good as none: what it holds is in the journal, and the state must not be lost for it.
+        with contextlib.suppress(CheckpointNotFoundError, CheckpointCorruptError):
+            data = storage.read_bytes(round_name, MAX_MANIFEST_BYTES)
+            manifest = manifest.with_round_of(data, storage.path_of(round_name))
+    return manifest
 
 
 class SkippedCheckpoint(NamedTuple):
@@ -104,16 +114,15 @@ class CheckpointStore:
             _remove_unlisted(directory, manifest)
         return directory.uri
 
-    def amend(self, manifest: Manifest) -> str:
-        """Replace the manifest of a committed checkpoint; its files and rank states stay if ``manifest`` has none.
+    def write_round(self, manifest: Manifest) -> None:
+        """Write the round of a committed checkpoint that was saved before it: readers need not look for it in the journal.
 
         Raises:
-            CheckpointError: The manifest could not be written, or the one on storage not be read.
+            CheckpointError: It could not be written, or the checkpoint was deleted.
         """
-        if not manifest.parts and not manifest.rank_states:
-            stored = self.read(manifest.number)
-            manifest = replace(manifest, parts=stored.parts, rank_states=stored.rank_states)
-        return self.commit(manifest)
+        if not self.storage.exists(_manifest_of(manifest.number)):
+            raise CheckpointNotFoundError(f"checkpoint {manifest.number} was deleted")
+        self.directory(manifest.number).write_bytes(ROUND_NAME, manifest.round_to_json())
 
     def numbers(self) -> list[int]:
         """Return the numbers that have a folder, committed or not, in order."""
@@ -122,12 +131,11 @@ class CheckpointStore:
 
     def read(self, number: int) -> Manifest:
         """Read the manifest of one checkpoint; CheckpointNotFoundError or CheckpointCorruptError."""
-        name = _manifest_of(number)  # relative to the store, so that a link in place of the folder is not followed
-        manifest = Manifest.from_json(self.storage.read_bytes(name, MAX_MANIFEST_BYTES), self.storage.path_of(name))
+        # Names are relative to the store, so that a link in place of the folder is not followed.
+        manifest = _read(self.storage, f"{directory_name(number)}/")
         if manifest.number != number:
-            raise CheckpointCorruptError(
-                f"{self.storage.path_of(name)} is the manifest of another checkpoint, {manifest.number}"
-            )
+            where = self.storage.path_of(_manifest_of(number))
+            raise CheckpointCorruptError(f"{where} is the manifest of another checkpoint, {manifest.number}")
         return manifest
 
     def newest(self) -> Newest:

@@ -77,16 +77,12 @@ class FailureConfig:
             limit.
         num_spares: Started processes kept in addition to the workers, with resources of their own. A spare replaces a worker
             that dies.
-        preload: Whether each node with workers keeps an idle process that has imported what the workers have imported. A
-            replacement takes it over, which saves the time of the imports. It holds no CPU or GPU, but the memory of what
-            it has imported. There is none with spares, with backends other than torch, in a placement group of others such as
-            a Tune trial's, or if the node is short of memory. Even if False, other nodes get such processes while a node does
-            not answer, under the same conditions.
         abort_grace_s: Seconds for a living worker to leave train_func when its attempt has ended. After that the worker is
             killed and replaced. Workers that leave from a savepoint, to grow, to pause or before a preemption, have at least
             30 seconds.
         heartbeat_timeout_s: Seconds without a heartbeat after which a process counts as dead. A process that uses its CPU
-            meanwhile is busy, not dead. It holds for workers and for raysgd's own processes.
+            meanwhile is busy, not dead. It holds for workers and for raysgd's own processes. A node that does not answer for so
+            long is given up, if the group can continue without it.
         callback_timeout_s: Seconds after the end of a run for callbacks that run in the controller, such as loggers, to
             end. After that their process is killed, with a warning that names the callback.
         progress_timeout_s: Seconds without a report, checkpoint or batch after which a worker counts as hung. ``"auto"``
@@ -96,7 +92,8 @@ class FailureConfig:
             None: they wait until the backend's own timeout.
         preemption_grace_s: Seconds for the ranks to leave train_func after a worker got SIGTERM: by ``should_stop()`` or at
             their next checkpoint. Then the attempt is ended. For a draining node its own deadline counts, if it has one.
-        start_timeout_s: Seconds for workers to be placed and started.
+        start_timeout_s: Seconds for workers to be placed and started, and to wait for a node that does not answer, if nothing
+            can replace its workers.
         wait_for_nodes_s: Seconds to wait for nodes that are still joining the cluster, until it can hold the workers. 0: workers
             that the cluster cannot hold are refused at once.
         retry_on: Exceptions of train_func that count as failures, so that train_func is entered again: a class or a tuple of
@@ -107,7 +104,6 @@ class FailureConfig:
 
     max_failures: int = 3
     num_spares: int = 0
-    preload: bool = False
     abort_grace_s: float = 2
     heartbeat_timeout_s: float = 10
     callback_timeout_s: float = 300
@@ -122,7 +118,6 @@ class FailureConfig:
     def __post_init__(self) -> None:
         check_count("FailureConfig(max_failures)", self.max_failures, minimum=-1)
         check_count("FailureConfig(num_spares)", self.num_spares, minimum=0)
-        check_bool("FailureConfig(preload)", self.preload)
         check_amount("FailureConfig(abort_grace_s)", self.abort_grace_s)
         check_amount("FailureConfig(heartbeat_timeout_s)", self.heartbeat_timeout_s, positive=True)
         check_amount("FailureConfig(callback_timeout_s)", self.callback_timeout_s, positive=True)

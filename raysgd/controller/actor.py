@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raysgd.controller.class_api import Instances
+from raysgd.controller.gcs_watch import describe_outage, watch_gcs
 from raysgd.controller.holders import explain_missing
 from raysgd.controller.journal import frame_streams as downlink
 from raysgd.controller.journal.frame_streams import serve_frames
@@ -32,6 +33,7 @@ from raysgd.controller.kv_store import (
     put_attempt,
     put_run,
 )
+from raysgd.controller.loop_watch import LoopWatch
 from raysgd.controller.requests import RunNotGiven, RunRequest, is_data_kept
 from raysgd.controller.watchdog import ControllerGuard, PlacementGuard, ask, prepare_process
 from raysgd.errors import TrainerBusyError, UsageError, WorkerError
@@ -43,6 +45,7 @@ from raysgd.workers.group.group import WorkerGroup
 from raysgd.workers.liveness.process_watch import DATA_HOLDER
 from raysgd.workers.liveness.watched import Watched
 from raysgd.workers.orders import Blob
+from raysgd.workers.placement.calls import call_cluster, post_to_cluster
 from raysgd.workers.placement.cluster import NAMESPACE, is_tls_enabled
 from raysgd.workers.placement.slots import remove_placement_groups
 
@@ -126,7 +129,7 @@ class TrainerActor(Watched):
         self._last_asked = request.run_id
         async with self._turn:
             try:
-                run, info = self._make_run(request)
+                run, info = await self._make_run(request)
             except Exception as error:  # such as a storage path that cannot be written: every reader of the run gets it
                 announced.set_exception(error)
                 return
@@ -140,10 +143,20 @@ class TrainerActor(Watched):
             if request.host_callbacks is not None and not is_over:
                 run.before_close = self._follow_on_host(run, request, info)
             self._watch_data(request)
-            await run.execute()
+            watch = LoopWatch(run.record_blocked)
+            gcs = ray.get_runtime_context().gcs_address
+            watching = asyncio.ensure_future(
+                watch_gcs(gcs, lambda away_s: run.warn(describe_outage(gcs, away_s, info.run_dir)))
+            )
+            try:
+                await run.execute()
+            finally:
+                watch.close()
+                watching.cancel()
             self._unwatch_data(request)
             kept = request if self._settings.alias is not None else None
-            put_run(self._settings.name, RunRecord(request.run_id, info.run_dir, kept, is_live=False))
+            over = RunRecord(request.run_id, info.run_dir, kept, is_live=False)
+            await call_cluster(put_run, self._settings.name, over)
             self._forget_all_but(request.run_id)
             if kept is not None:  # the driver may be gone, so that no further run may come: release the resources
                 await self._group.end_kept_group()
@@ -157,7 +170,8 @@ class TrainerActor(Watched):
         try:
             if self._record.is_live and self._record.has_data:
                 self._watch_data_holder(request.run_id)
-                kept = await self._data_holder(request.run_id).kept.remote()
+                holder = await call_cluster(self._data_holder, request.run_id)
+                kept = await holder.kept.remote()
                 state = kept.initial_state or request.task.initial_state
                 task = replace(request.task, datasets=kept.datasets, initial_state=state)
                 request = replace(request, task=task)
@@ -284,10 +298,10 @@ class TrainerActor(Watched):
         await self._group.wait_for_exits()
         await self._group.slots.wait_removed()
         for guard in self._guards.values():  # one that is stopped cannot end itself
-            ray.kill(guard)
-        forget(self._settings.name, self._settings.alias)
+            await call_cluster(ray.kill, guard)
+        await call_cluster(forget, self._settings.name, self._settings.alias)
         with contextlib.suppress(Exception):  # the entries belong to other Trainers; the next shutdown tries again
-            await asyncio.to_thread(forget_orphans)
+            await call_cluster(forget_orphans)
 
     # -- private ------------------------------------------------------------------------------------------------------
 
@@ -326,7 +340,7 @@ class TrainerActor(Watched):
         if record.request is None:
             raise UsageError("this run's results can no longer be read, because the controller was restarted")
 
-    def _make_run(self, request: RunRequest) -> tuple[Run, RunInfo]:
+    async def _make_run(self, request: RunRequest) -> tuple[Run, RunInfo]:
         if self._instances.are_live:
             raise UsageError(
                 "instances of the class API are live on the workers; call start() without a class to drop them"
@@ -344,7 +358,7 @@ class TrainerActor(Watched):
         else:
             storage = new_run_folder(Storage.from_uri(request.runs_uri))
             kept = request if settings.alias is not None else None
-            put_run(settings.name, RunRecord(request.run_id, storage.uri, kept))
+            await call_cluster(put_run, settings.name, RunRecord(request.run_id, storage.uri, kept))
         info = RunInfo(
             name=storage.name,
             run_dir=storage.uri,
@@ -353,6 +367,7 @@ class TrainerActor(Watched):
             backend=settings.spec.backend.name,
             resources=[settings.spec.scaling.bundle()] * self._group.size,
         )
+        last_attempt = None if record is None else await call_cluster(get_attempt, settings.name, request.run_id)
         run = Run(
             request,
             info,
@@ -364,8 +379,8 @@ class TrainerActor(Watched):
             workers_per_replica=settings.spec.scaling.workers_per_replica,
             share=ray.put,
             is_resumed=record is not None,
-            last_attempt=None if record is None else get_attempt(settings.name, request.run_id),
-            begins=lambda attempt: put_attempt(settings.name, attempt),
+            last_attempt=last_attempt,
+            begins=partial(call_cluster, put_attempt, settings.name),
             observe=RunMetrics(info.label).observe,
         )
         return run, info
@@ -412,8 +427,7 @@ class TrainerActor(Watched):
 
     def _end_data_holder(self, run_id: str) -> None:
         self._group.watch.remove(DATA_HOLDER)
-        with contextlib.suppress(ValueError):  # there is no data holder
-            ray.kill(self._data_holder(run_id))
+        post_to_cluster(lambda: ray.kill(self._data_holder(run_id)))  # without one, it is an error that is logged
 
     def _forget_all_but(self, run_id: str) -> None:
         """Drop finished runs except the last, which can still be read. The files of the others are on storage."""

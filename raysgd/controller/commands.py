@@ -8,6 +8,7 @@ from typing import Any
 
 from raysgd.backends.flight_recorder import Collective
 from raysgd.checkpoint.format.manifest import Manifest
+from raysgd.controller.frames import Closing
 from raysgd.controller.run_plan import Start
 from raysgd.controller.states import Outcome
 from raysgd.session.events import Failed, WorkerEvent
@@ -65,11 +66,16 @@ class EventReceived(Input):
 
 @dataclass(frozen=True)
 class ReportsReceived(Input):
-    """A rank has made ``num_reports`` reports in the attempt so far. The executor sends the reports to the readers."""
+    """A rank has made ``num_reports`` reports in the attempt so far. The executor sends the reports to the readers.
+
+    Attributes:
+        closings: Those of them that checkpoints belong to.
+    """
 
     rank: int
     attempt: int
     num_reports: int
+    closings: tuple[Closing, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -294,10 +300,16 @@ class ReleaseWorkers(Command):
 
 @dataclass(frozen=True)
 class CommitCheckpoint(Command):
-    """Write this manifest; `CheckpointCommitted` or `CommitFailed` follows, unless it replaces a committed one (``amend``)."""
+    """Write this manifest; `CheckpointCommitted` or `CommitFailed` follows."""
 
     manifest: Manifest
-    amend: bool = False
+
+
+@dataclass(frozen=True)
+class WriteRound(Command):
+    """Write the round of a committed checkpoint, which this manifest has."""
+
+    manifest: Manifest
 
 
 @dataclass(frozen=True)

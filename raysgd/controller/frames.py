@@ -6,10 +6,12 @@ A frame is made once and sent to every reader. The reports in it stay as the wor
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from raysgd._util.json import decode_rows
 
 ATTEMPT = "attempt"  # data: attempt, world_size, iterations_before, time_before_s
-REPORTS = "reports"  # rank, rows; data: first, count
+REPORTS = "reports"  # rank, rows; data: first, count, and closes in a loop that saves first, see `closings_of`
 RANK_DONE = "rank_done"  # rank
 ATTEMPT_END = "attempt_end"  # data: keep_rounds
 EVENT = "event"  # data: kind, timestamp, data
@@ -46,3 +48,27 @@ class Frame:
     def is_sample(self) -> bool:
         """Whether the frame is a measurement of a worker's process, of which there are many."""
         return self.kind == EVENT and self.data.get("kind") == "sample"
+
+
+class Closing(NamedTuple):
+    """A rank's report of the round that a checkpoint belongs to, in a loop that saves before it reports.
+
+    Attributes:
+        number: The checkpoint's number.
+        report: The report's number in its attempt, from 0.
+        time_total_s: Seconds of training up to the report.
+        metrics: What was reported.
+    """
+
+    number: int
+    report: int
+    time_total_s: float
+    metrics: dict[str, Any]
+
+
+def closings_of(data: dict[str, Any], rows: bytes) -> tuple[Closing, ...]:
+    """Return the reports that checkpoints belong to; ``data["closes"]`` pairs the number of each with that of its checkpoint."""
+    if not (closes := data.get("closes")):
+        return ()
+    made = decode_rows(rows)
+    return tuple(Closing(number, report, *made[report - data["first"]][1:3]) for report, number in closes)

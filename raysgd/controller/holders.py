@@ -39,9 +39,10 @@ def describe_holder(settings: TrainerSettings) -> Holder:
 
 
 def explain_missing(own_name: str, scaling: ScalingConfig, count: int) -> str | None:
-    """Say which resources ``count`` workers wait for, and who holds them; None if the cluster has room. Blocks.
+    """Say which resources ``count`` workers of the Trainer ``own_name`` wait for, and who holds them. Blocks.
 
-    What the Trainer ``own_name`` holds itself is left out.
+    Returns:
+        None if the cluster has room.
     """
     nodes = list_nodes()
     if explain_wait(scaling, count, nodes, ()) is None:
@@ -50,14 +51,15 @@ def explain_missing(own_name: str, scaling: ScalingConfig, count: int) -> str | 
 
 
 def list_holdings(own_name: str = "") -> Iterator[Holding]:
-    """Yield what each Trainer in the cluster holds, except the one named ``own_name``, and each other placement group."""
+    """Yield what each Trainer in the cluster holds, of which one is named ``own_name``, and each other placement group."""
     job_id = ray.get_runtime_context().get_job_id()
     groups = {key: group for key, group in placement_group_table().items() if group["state"] in RESERVED}
     for holder in list_holders():
         held = [key for key, group in groups.items() if _belongs_to(key, str(group["name"]), holder)]
         amounts = _sum([groups.pop(key) for key in held])
-        if amounts and holder.name != own_name:
-            yield Holding(describe(holder, _run_of(holder.name), job_id), amounts)
+        if amounts:
+            is_own = holder.name == own_name
+            yield Holding("this Trainer itself" if is_own else describe(holder, _run_of(holder.name), job_id), amounts)
     for group in groups.values():
         name = f"the placement group {group['name']!r}" if group["name"] else "a placement group without a name"
         yield Holding(name, _sum([group]))

@@ -19,7 +19,6 @@ from raysgd.controller.run_plan import AttemptRecord
 from raysgd.data.plan import NO_DATASETS
 from raysgd.workers.pickling import dumps, loads
 from raysgd.workers.placement.cluster import NAMESPACE
-from raysgd.workers.process.preload import forget_keys
 
 #: Settings of this age without a TrainerActor are left over, because the actor is created right after they are stored.
 _ORPHAN_S = 3600.0
@@ -148,7 +147,6 @@ def forget(name: str, alias: str | None = None) -> None:
     """Remove the entries of a Trainer that is over."""
     for key in (f"settings/{name}", f"holder/{name}", f"run/{name}", f"attempt/{name}"):
         internal_kv._internal_kv_del(key, namespace=NAMESPACE)
-    forget_keys(name)
     if alias is not None and find_alias(alias) == name:
         internal_kv._internal_kv_del(f"alias/{alias}", namespace=NAMESPACE)
 

@@ -86,6 +86,14 @@ def reduce_metrics(
     return merged
 
 
+def reduce_by_rank(
+    metrics: Mapping[int, Mapping[str, Any]], reduce: Reduce, workers_per_replica: int
+) -> dict[str, Any]:
+    """Return what `reduce_metrics` makes of the metrics of some ranks."""
+    ranks = sorted(metrics)
+    return reduce_metrics([metrics[rank] for rank in ranks], reduce, replicas_of(ranks, workers_per_replica))
+
+
 def replicas_of(ranks: Iterable[int], workers_per_replica: int) -> list[int] | None:
     """Return of which replica of the model each rank holds a part; None if each holds a whole one."""
     return None if workers_per_replica == 1 else [rank // workers_per_replica for rank in ranks]
@@ -165,7 +173,7 @@ class RoundMerger:
                 self._running.remove(frame.rank)
                 self._num_waited_for -= not self._rows[frame.rank]
             yield from self._complete()
-        elif frame.kind == frames.ATTEMPT_END:
+        elif frame.kind == frames.ATTEMPT_END and frame.attempt == self._attempt:
             yield from self._finish(frame.data.get("keep_rounds"))
 
     def _begin(self, frame: Frame) -> None:

@@ -59,13 +59,13 @@ class PreviousState:
         frames: All frames of the journal except reports.
         next_seq: A number above those of all frames that were ever sent.
         attempt: The number of the last attempt; 0 if there was none.
-        is_open: The last attempt had not ended.
-        iterations_before: Iterations before the last attempt.
+        open_attempts: The attempts that had not ended, and the iterations before each. Several, if controllers died so soon that
+            the journal does not contain the end of one, or the last one at all.
         size: The number of ranks of the last attempt.
         failures: The failures of the run.
         manifests: The manifests on storage, oldest first.
         last_number: The highest number of a checkpoint folder, complete or not.
-        known: The numbers of the checkpoints that readers know.
+        known: The iterations of the checkpoints that readers know, by number.
         is_paused: The run was paused.
         requested: How the run must end because that was requested; None otherwise.
         published: How the run has ended; None if it has not.
@@ -75,13 +75,12 @@ class PreviousState:
     frames: tuple[Frame, ...] = ()
     next_seq: int = 0
     attempt: int = 0
-    is_open: bool = False
-    iterations_before: int = 0
+    open_attempts: Mapping[int, int] = field(default_factory=dict)
     size: int | None = None
     failures: tuple[Failure, ...] = ()
     manifests: tuple[Manifest, ...] = ()
     last_number: int = 0
-    known: frozenset[int] = field(default_factory=frozenset)
+    known: Mapping[int, int] = field(default_factory=dict)
     is_paused: bool = False
     requested: Outcome | None = None
     published: Outcome | None = None
@@ -100,8 +99,7 @@ class PreviousState:
         return replace(
             self,
             attempt=last.attempt,
-            is_open=True,
-            iterations_before=last.iterations_before,
+            open_attempts={**self.open_attempts, last.attempt: last.iterations_before},
             size=last.world_size,
         )
 
@@ -118,13 +116,14 @@ def build_previous_state(
         last_number: The highest number of a checkpoint folder.
     """
     frames_read = tuple(journal)
-    attempt, size, is_open, iterations_before = 0, None, False, 0
+    attempt, size = 0, None
+    open_attempts: dict[int, int] = {}
     for frame in frames_read:
         if frame.kind == frames.ATTEMPT:
-            attempt, size, is_open = frame.attempt, int(frame.data["world_size"]), True
-            iterations_before = frame.data["iterations_before"]
+            attempt, size = frame.attempt, int(frame.data["world_size"])
+            open_attempts[attempt] = frame.data["iterations_before"]
         elif frame.kind == frames.ATTEMPT_END:
-            is_open = False
+            open_attempts.pop(frame.attempt, None)
     events = [(frame.data["kind"], frame.data["data"]) for frame in frames_read if frame.kind == frames.EVENT]
     ends = [Outcome(frame.data["kind"]) for frame in frames_read if frame.kind == frames.RUN_END]
     cancels = [Outcome("cancelled", message=data["why"]) for name, data in events if name == "cancel"]
@@ -140,13 +139,12 @@ def build_previous_state(
         frames=frames_read,
         next_seq=last_seq + SEQ_GAP,
         attempt=attempt,
-        is_open=is_open,
-        iterations_before=iterations_before,
+        open_attempts=open_attempts,
         size=size,
         failures=tuple(_failure(data) for name, data in events if name == "failure"),
         manifests=tuple(manifests),
         last_number=max([last_number, *(manifest.number for manifest in manifests)]),
-        known=frozenset(frame.data["number"] for frame in frames_read if frame.kind in checkpoints),
+        known={frame.data["number"]: frame.data["iteration"] for frame in frames_read if frame.kind in checkpoints},
         is_paused=pauses[-1:] == ["paused"],
         requested=next(reversed(cancels or stops), None),
         published=ends[-1] if ends else None,

@@ -9,10 +9,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd.workers.liveness.process_watch import CONTROLLER, ProcessWatch
 from raysgd.workers.liveness.watched import Watched, watched_actor
-from raysgd.workers.placement.cluster import NAMESPACE
+from raysgd.workers.placement.cluster import NAMESPACE, place_near
 from raysgd.workers.placement.slots import remove_placement_groups
 
 #: Seconds between two calls to a TrainerActor that is being restarted.
@@ -27,17 +28,10 @@ def prepare_process(kind: type, name: str, *, is_bound_to_node: bool = False) ->
         name: The actor's name; a live actor of that name is used again.
         is_bound_to_node: No other node can take the process when this one is lost.
     """
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=not is_bound_to_node)
-    return watched_actor(kind).options(
-        name=name,
-        namespace=NAMESPACE,
-        num_cpus=0,
-        scheduling_strategy=here,
-        lifetime="detached",
-        get_if_exists=True,
-    )
+    here = ray.get_runtime_context().get_node_id()
+    bound = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False)}
+    where = bound if is_bound_to_node else place_near(here)
+    return watched_actor(kind).options(name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, **where)
 
 
 def end_with(controller: Any, before: Callable[[], None] = lambda: None) -> None:

@@ -25,10 +25,11 @@ SourceKind = Literal["arrow", "arrays", "items", "files", "stream"]
 
 
 class FilePart(NamedTuple):
-    """The part of a file that makes a block: row groups of a Parquet file by number, or the whole file."""
+    """The part of a file that makes a block: row groups of a Parquet file by number, bytes of a text file, or the whole file."""
 
     file: int
     row_groups: tuple[int, ...] | None = None
+    span: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -317,8 +317,9 @@ class TrainingLoop:
         applied = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.optimizer.step()
         hooks.call("after_optimizer_step", self)
-        self._count_step()
-        self._report_step(loss, norm, applied, num_rows, time.perf_counter() - began)
+        status.finished_train_steps += 1
+        status.epoch_steps += 1
+        self._end_step(loss, norm, applied, num_rows, time.perf_counter() - began)
 
     def _forward_and_backward(self, group: list[tuple[Any, int]]) -> tuple[list[Any], list[torch.Tensor]]:
         outputs, losses = [], []
@@ -401,14 +402,8 @@ class TrainingLoop:
             return number / float(aggregated.num_tokens)
         return 1.0
 
-    def _count_step(self) -> None:
-        status = self.train_status
-        status.finished_train_steps += 1
-        status.epoch_steps += 1
-        self._step_scheduler("step")
-
     def _step_scheduler(self, interval: str) -> None:
-        """Make a step of the scheduler, if it counts these. One that follows a loss gets the newest one."""
+        """Make a step of the scheduler, if it counts these. It may follow the validation's loss, or without one this step's."""
         settings = self.train_args.lr_scheduler
         if settings is None or settings.interval != interval:
             return
@@ -417,11 +412,12 @@ class TrainingLoop:
             return
         if interval == "epoch":
             self._validate_once()
-        loss = self._metrics.get("train_loss") if self._validated is None else self._validated[1]
-        if loss is not None:
-            self.lr_scheduler.step(loss)
+        if self._batches.get("val") is None:
+            self.lr_scheduler.step(self._metrics["train_loss"])
+        elif self._validated is not None:  # never losses of both kinds, which cannot be compared
+            self.lr_scheduler.step(self._validated[1])
 
-    def _report_step(self, loss: float, norm: Any, applied: list[float], num_rows: float, seconds: float) -> None:
+    def _end_step(self, loss: float, norm: Any, applied: list[float], num_rows: float, seconds: float) -> None:
         status, args = self.train_status, self.train_args
         self._metrics = {
             "step": status.finished_train_steps,
@@ -439,7 +435,8 @@ class TrainingLoop:
         is_saved_now = self._saves and (is_saved or (self._has_all_steps() and args.checkpoint.save_last))
         is_epoch_due = self._is_epoch_over() and self._validates_after(status.epoch + 1)
         if is_saved_now or is_epoch_due or _divides(args.val_every_n_train_steps, step):
-            self._validate_once()  # before the report, which has its loss
+            self._validate_once()  # before the scheduler and the report, which get its loss
+        self._step_scheduler("step")
         self._report()
         if is_saved:
             self._save()
@@ -576,6 +573,8 @@ class TrainingLoop:
         self.train_status = status
         self._metrics = dict(saved["newest_metrics"])
         self._saved_step = status.finished_train_steps
+        if "val_loss" in self._metrics:  # a scheduler may follow it
+            self._validated = status.finished_train_steps, self._metrics["val_loss"]
         of_ranks = saved["of_ranks"]
         is_same_size = len(of_ranks) == self.world_size
         own = dict(of_ranks[self.rank] if is_same_size else of_ranks[0])

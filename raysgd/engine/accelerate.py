@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 
 from raysgd._util.text import with_article
 from raysgd.engine.attached import AttachedHook
@@ -26,7 +25,7 @@ from raysgd.engine.config import (
 )
 from raysgd.engine.optimizer import EngineOptimizer
 from raysgd.engine.precision import LossScale
-from raysgd.engine.step import Step
+from raysgd.engine.step import Step, differentiable
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api
 from raysgd.torch.devices import device
@@ -190,7 +189,7 @@ class _PassHooks:
                 _scaling[loss] = loss.register_forward_hook(AttachedHook(self._after_loss))
 
     def _after_loss(self, module: nn.Module, args: Any, result: Any) -> None:
-        for tensor in _differentiable(result):
+        for tensor in differentiable(result):
             tensor.register_hook(self._scale_gradient)  # type: ignore[no-untyped-call]
 
     def _scale_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -198,7 +197,7 @@ class _PassHooks:
         return gradient * self._scale.scale
 
     def _after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        for tensor in _differentiable(outputs):
+        for tensor in differentiable(outputs):
             tensor.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, gradient: torch.Tensor) -> None:
@@ -215,12 +214,6 @@ class _PassHooks:
         # Twice: DDP and FSDP complete the gradients at the end of the pass too, and must come first.
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback
         queue_callback(lambda: queue_callback(lambda: self._step.end_pass(1.0)))
-
-
-def _differentiable(tree: Any) -> list[torch.Tensor]:
-    if not torch.is_grad_enabled():
-        return []
-    return [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor) and each.requires_grad]
 
 
 def _refuse_optimizers_of(replaced: Iterable[nn.Parameter]) -> None:

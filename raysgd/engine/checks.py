@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -91,3 +92,25 @@ def check_parts(model: Any, optimizer: Any, lr_scheduler_fn: Any) -> None:
         )
     if optimizer is None:
         raise ConfigError("lr_scheduler_fn needs an optimizer: give optimizer=... too.")
+
+
+def check_loss(loss: Any, parameters: Iterable[nn.Parameter], *, is_pipelined: bool) -> None:
+    """Check that a loss is one, and was computed from what is trained.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        is_tensor = isinstance(loss, torch.Tensor)
+        what = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else with_article(type(loss).__name__)
+        raise UsageError(
+            f"engine.backward(loss) got {'None' if loss is None else what}; give the mean loss of the batch, a scalar tensor "
+            "as the model and the criterion return it, such as loss.mean() and not loss.item()."
+        )
+    if not is_pipelined and not loss.requires_grad:
+        is_frozen = not any(each.requires_grad for each in parameters)
+        why = "all parameters are frozen" if is_frozen else "it was detached, or computed under torch.no_grad()"
+        raise UsageError(
+            f"engine.backward(loss) got a loss that has no gradient: {why}. Compute it from the output of the model that "
+            "engine.compose returned, some of whose parameters are trained (requires_grad=True)."
+        )

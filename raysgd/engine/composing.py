@@ -27,6 +27,7 @@ from raysgd.engine.data_parallel import (
     ShardedGradients,
     ShardedOptimizer,
 )
+from raysgd.engine.local_tensors import make_data_settable
 from raysgd.engine.optimizer_parameters import OptimizerNumbers, refuse_optimizer, replace_parameters
 from raysgd.engine.precision import DTYPES, autocast_forward, cast_inputs
 from raysgd.engine.recomputation import recompute
@@ -59,6 +60,7 @@ class Composed:
         model: The model to train.
         data_parallel: How the data-parallel ranks hold it.
         pipeline: The stages of the model that this rank has, if there are several.
+        names: The names of the user's model's state, in all stages.
         numbers: Of the optimizer's parameters, before any was replaced; None without an optimizer.
         counted_elsewhere: Ids of the tensors that the optimizer updates and whose gradients another stage counts.
         tied: Names of parameters that are another one too, and the first name of that one.
@@ -68,6 +70,7 @@ class Composed:
     model: nn.Module
     data_parallel: DataParallel
     pipeline: PipelinedModel | None
+    names: frozenset[str]
     numbers: OptimizerNumbers | None
     counted_elsewhere: frozenset[int]
     tied: Mapping[str, str]
@@ -100,10 +103,11 @@ def compose(
     if tensor_plan is not None and config.tensor_parallel > 1:
         _check_own_plan(config, model, tensor_plan)
     before = dict(model.named_parameters(remove_duplicate=False))
+    names = frozenset(model.state_dict())
     numbers = None
     if optimizer is not None:
-        numbers = OptimizerNumbers(optimizer)
         replace_parameters(optimizer, {parameter: parameter for parameter in before.values()})  # refuses others
+        numbers = OptimizerNumbers(optimizer, {parameter: name for name, parameter in reversed(before.items())})
     model = model.to(device())
     data_parallel.start_alike(model)
     blocks, pipeline = _divide_layers(config, mesh, model, tensor_plan, note)
@@ -114,7 +118,7 @@ def compose(
     if config.precision != "fp32":
         note([""], _set_precision(config, model, data_parallel))
     data_parallel.shard_model(model, blocks)
-    moved: Mapping[nn.Parameter, torch.Tensor] = {}
+    moved: Mapping[torch.Tensor, torch.Tensor] = {}
     if optimizer is not None and numbers is not None:
         moved = _move_optimizer(config, optimizer, numbers, model, before, data_parallel)
     if config.compile is not None:
@@ -127,6 +131,7 @@ def compose(
         model=data_parallel.wrap(model),
         data_parallel=data_parallel,
         pipeline=pipeline,
+        names=names,
         numbers=numbers,
         counted_elsewhere=frozenset(id(moved.get(parameter, parameter)) for parameter in copied),
         tied=_find_ties(before),
@@ -227,6 +232,7 @@ def _shard_layers(config: EngineConfig, mesh: Mesh, model: nn.Module, plan: Any)
     if plan is None:
         plan = make_tensor_plan(model, config.tensor_parallel, config.sequence_parallel)
     apply_tensor_plan(model, ranks, plan)
+    make_data_settable()
     # Outside of the tensor-parallel layers, all ranks of a replica draw the same random numbers.
     seed = torch.tensor(torch.initial_seed() % 2**62, device=device())
     dist.broadcast(seed, group=ranks.get_group(), group_src=0)
@@ -259,22 +265,19 @@ def _move_optimizer(
     model: nn.Module,
     before: Mapping[str, nn.Parameter],
     data_parallel: DataParallel,
-) -> Mapping[nn.Parameter, torch.Tensor]:
+) -> Mapping[torch.Tensor, torch.Tensor]:
     """Make the optimizer update the parameters that this rank has now, or what is in their place; return what that is."""
     after = model.named_parameters(remove_duplicate=False)
     replaced: dict[Any, torch.Tensor] = {before[name]: parameter for name, parameter in after}
     replace_parameters(optimizer, replaced, dropped=set(before.values()))
     numbers.replace(replaced)
-    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    data_parallel.make_shards([each for each in model.parameters() if each.requires_grad and each in trained])
-    moved = data_parallel.shards.tensor_of
-    replace_parameters(optimizer, {parameter: moved.get(parameter, parameter) for parameter in trained})
-    numbers.replace(moved)
-    if _should_fuse(optimizer, config, has_sparse=any(map(_is_sparse, model.modules()))):
-        _fuse(optimizer)
-    _check_fused(optimizer)
-    prepare_optimizer(optimizer)
-    return moved
+    data_parallel.make_shards([each for each in model.parameters() if each.requires_grad])
+    with data_parallel.shards.in_place(optimizer, with_gradients=False):
+        if _should_fuse(optimizer, config, has_sparse=any(map(_is_sparse, model.modules()))):
+            _fuse(optimizer)
+        _check_fused(optimizer)
+        prepare_optimizer(optimizer)
+    return data_parallel.shards.tensor_of
 
 
 def _is_sparse(layer: nn.Module) -> bool:

@@ -12,8 +12,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysgd.engine.accumulation import Accumulation
@@ -54,7 +57,6 @@ class DataParallel:
     def __init__(self, config: EngineConfig, mesh: Mesh, note: Note) -> None:
         self._config, self._mesh, self._note = config, mesh, note
         self.shards = OptimizerShards([], None)
-        self._frozen: list[nn.Parameter] = []
         # A pipeline makes several backward passes for a batch.
         self._is_early = config.pipeline_parallel == 1
 
@@ -71,9 +73,19 @@ class DataParallel:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model that the loop calls."""
-        if api.world_size() > 1:
-            self._frozen = [each for each in model.parameters() if not each.requires_grad]
         return model
+
+    def parameters_of(self, model: nn.Module) -> Mapping[str, nn.Parameter]:
+        """Return the model's parameters by name, as the loop sees them between two steps.
+
+        Raises:
+            UsageError: The loop has replaced one, which is not possible here.
+        """
+        return dict(model.named_parameters())
+
+    def follow(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        """Begin a forward pass of a model, whose parameters the loop may have unfrozen, or added, since the last one."""
+        self.shards.add(parameters)
 
     def begin_forward(self, *, will_complete: bool) -> None:
         """Begin a forward pass that a backward pass may follow, which may complete the step."""
@@ -110,13 +122,8 @@ class DataParallel:
         """Check that the gradients of a complete step are those of all ranks.
 
         Raises:
-            UsageError: They are not: parameters were left out, or unfrozen.
+            UsageError: They are not: parameters were left out.
         """
-        if any(each.grad is not None for each in self._frozen):
-            raise UsageError(
-                "a parameter was frozen at engine.compose and has a gradient now, which is not averaged over the workers: "
-                "compose the model with all parameters that will be trained, and freeze them after that."
-            )
 
 
 class DdpReplicas(DataParallel):
@@ -136,26 +143,28 @@ class DdpReplicas(DataParallel):
     def wrap(self, model: nn.Module) -> nn.Module:
         settings = {"find_unused_parameters": True} if self._config.find_unused_parameters else {}
         wrapped = prepare_model(model, move_to_device=False, ddp_kwargs=settings)
-        if not isinstance(wrapped, DistributedModel):
-            return super().wrap(model)
-        wrapped.broadcast_buffers = False  # see `share_buffers`
-        self._model, self._parameters = wrapped, list(model.parameters())
-        self._averaged = self._trained()
-        self._note([""], "DDP")
+        if isinstance(wrapped, DistributedModel):
+            wrapped.broadcast_buffers = False  # see `share_buffers`
+            self._model = wrapped
+            self._averaged = [each for each in model.parameters() if each.requires_grad]
+            self._accumulated = _accumulators(self._averaged)
+            self._note([""], "DDP")
         return wrapped
 
-    def _trained(self) -> list[bool]:
-        return [each.requires_grad for each in self._parameters]
+    def follow(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        trained = [each for each in parameters if each.requires_grad]
+        if self._config.precision == "bf16-true":
+            self.shards.add(trained)
+        if self._model is None or not trained or not torch.is_grad_enabled():
+            return
+        if (accumulated := _accumulators(trained)) != self._accumulated:
+            self._averaged, self._accumulated = trained, accumulated
+            self._model.average_trained()
 
     def begin_forward(self, *, will_complete: bool) -> None:
         """Make DDP average gradients in the backward pass that completes a step, and in no other."""
-        if self._model is None:
-            return
-        self._model.require_backward_grad_sync = will_complete
-        trained = self._trained()
-        if trained != self._averaged and any(trained):
-            self._averaged = trained
-            self._model.average_trained()
+        if self._model is not None:
+            self._model.require_backward_grad_sync = will_complete
 
     def begin_pass(self, accumulation: Accumulation) -> None:
         super().begin_pass(accumulation)
@@ -171,12 +180,11 @@ class DdpReplicas(DataParallel):
 
     def share_gradients(self) -> None:
         if self._model is not None:
-            for bucket in in_buckets([each for each in self._parameters if each.requires_grad]):
+            for bucket in in_buckets(self._averaged):
                 average_gradients(bucket, self._mesh().get_group("dp"))
         super().share_gradients()
 
     def check_gradients(self) -> None:
-        super().check_gradients()
         if self._model is None or self._model.find_unused_parameters:
             return
         try:
@@ -192,6 +200,14 @@ class DdpReplicas(DataParallel):
         names = [name for name, each in unwrap(model).named_parameters() if each.requires_grad and each.grad is None]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f" ({', '.join(names[:3])}{more} have none on rank {api.world_rank()})" if names else ""
+
+
+def _accumulators(parameters: Sequence[nn.Parameter]) -> list[tuple[Any, ...]]:
+    """Return what DDP attaches hooks to, and the layouts that it makes its buckets for.
+
+    torch makes a new accumulator if a parameter is converted to another type, even if it is converted back later.
+    """
+    return [(get_gradient_edge(each).node, each.stride()) for each in parameters]
 
 
 class AveragedReplicas(DataParallel):

@@ -13,16 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from raysgd._util.text import with_article
 from raysgd.config.argument_names import COMPOSE_HINTS, refuse_unknown
 from raysgd.config.checks import check_count
 from raysgd.engine.checks import check_parts, check_workers
 from raysgd.engine.composing import compose
 from raysgd.engine.config import EngineConfig, current_engine_config, merge_configs
 from raysgd.engine.memory import KeptActivations, MemoryUse, measure
-from raysgd.engine.optimizer import EngineOptimizer, follow_steps
+from raysgd.engine.optimizer import EngineOptimizer
 from raysgd.engine.precision import LossScale
 from raysgd.engine.saving import SAVED_NAMES, EngineState, collect, spread
+from raysgd.engine.schedule import Schedule
 from raysgd.engine.step import Step
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api
@@ -83,7 +83,7 @@ class Engine:
         self._mesh: DeviceMesh | None = None
         self._step: Step | None = None  # once it is composed
         self._optimizer: EngineOptimizer | None = None
-        self._scheduler: Any = None
+        self._schedule: Schedule | None = None
         self._kept_activations: int | None = None
 
     @property
@@ -157,10 +157,12 @@ class Engine:
         if optimizer is not None:
             self._optimizer = EngineOptimizer(optimizer, step)
             if lr_scheduler_fn is not None:
-                self._scheduler = self._make_scheduler(lr_scheduler_fn, self._optimizer, step)
+                assert composed.numbers is not None
+                self._schedule = Schedule(lr_scheduler_fn, self._optimizer, composed.numbers.given, step)
         train = None if train_dataloader is None else step.follow(prepare_data_loader(train_dataloader))
         evaluate = None if eval_dataloader is None else prepare_data_loader(eval_dataloader, train=False)
-        return step.model, self._optimizer, self._scheduler, train, evaluate
+        scheduler = None if self._schedule is None else self._schedule.scheduler
+        return step.model, self._optimizer, scheduler, train, evaluate
 
     def _choose(self, **composed: Any) -> None:
         """Choose the strategies that were not given."""
@@ -168,15 +170,6 @@ class Engine:
 
         self.plan = automatic.choose_plan(self.config, self._given, automatic.Composed(**composed))
         self.config, self._mesh = self.plan.config, None
-
-    def _make_scheduler(self, make: Callable[[Any], Any], optimizer: EngineOptimizer, step: Step) -> Any:
-        scheduler = make(optimizer)
-        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-            raise ConfigError(
-                f"lr_scheduler_fn made {with_article(type(scheduler).__name__)} for another optimizer; make it for the one that "
-                "it is called with."
-            )
-        return follow_steps(scheduler, step)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -273,6 +266,10 @@ class Engine:
     def load_checkpoint(self) -> dict[str, Any] | None:
         """Restore what `save_checkpoint` saved, from the run's newest checkpoint; after `compose`, on all ranks.
 
+        What this program gives to the optimizer and the scheduler differently than the program that saved it counts: a rate,
+        another argument, another schedule, which continues after as many steps. A line of the log names it. Everything else is
+        restored as it was saved, with what a scheduler or the loop has changed.
+
         Returns:
             The values that were saved in addition; None if there is no checkpoint.
 
@@ -292,7 +289,7 @@ class Engine:
         return self._step
 
     def _state(self) -> EngineState:
-        return EngineState(self._running().composed, self._optimizer, self._scheduler, self._loss_scale)
+        return EngineState(self._running().composed, self._optimizer, self._schedule, self._loss_scale)
 
     # -- what users see ------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedHook
 from raysgd.engine.data_parallel import DataParallel
-from raysgd.engine.local_tensors import local_of
+from raysgd.engine.local_tensors import local_of, make_data_settable
 from raysgd.engine.optimizer_shards import OptimizerShards
 from raysgd.engine.precision import DTYPES, widen_parameters
 from raysgd.engine.tensor_parallel import fsdp_shard_placement
@@ -32,6 +32,7 @@ class FullySharded(DataParallel):
     is_sharded = True
     gathers_parameters = True
     _use: ParameterUse | None = None  # if there are several ranks
+    _parameters: Mapping[str, nn.Parameter]
 
     def shard_model(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         config, replicas, precision = self._config, self._mesh()["dp"], self._precision()
@@ -46,19 +47,51 @@ class FullySharded(DataParallel):
         is_free = config.find_unused_parameters and replicas.size() > 1
         if scalars := {each for each in model.parameters() if not each.ndim}:
             settings["ignored_params"] = scalars  # FSDP cannot divide them: their gradients are averaged as in DDP
+        for each in model.parameters():
+            each.data = each.data.contiguous()  # FSDP takes no other, such as channels_last
         sharded = {**({} if is_free else _without_shared(blocks, model)), "": model}
         for module in sharded.values():
             fully_shard(module, **settings)
             module.__deepcopy__ = AttachedHook(_refuse_copy)  # type: ignore[assignment]
         _check_averages()
-        for parameters in _groups(model):
-            parameters.post_forward = _checking(parameters, replicas.get_local_rank())
+        make_data_settable()
         if replicas.size() > 1:
             self._use = ParameterUse(model, replicas.get_group(), is_free=is_free)
-        if trained := [each for each in model.parameters() if each in scalars and each.requires_grad]:
-            group = replicas.get_group() if replicas.size() > 1 else None
-            self.shards = OptimizerShards(trained, group, is_early=self._is_early)
+        group = replicas.get_group() if replicas.size() > 1 else None
+        self.shards = OptimizerShards(list(scalars), group, is_early=self._is_early)
+        self._divided = {each for each in model.parameters() if each.ndim}
+        self._groups = list(_groups(model))
+        for parameters in self._groups:
+            parameters.post_forward = _checking(parameters, replicas.get_local_rank())
         self._note(sharded, f"FSDP over {replicas.size()} ranks")
+
+    def parameters_of(self, model: nn.Module) -> Mapping[str, nn.Parameter]:
+        if any(each.is_unsharded for each in self._groups):
+            return self._parameters  # a graph is kept, and some layers have gathered parameters now
+        for each in (each for group in self._groups for each in group.fsdp_params):
+            place, local = each._module_info, each.sharded_param._local_tensor
+            if place.module._parameters.get(place.param_name) is not each.sharded_param:
+                raise UsageError(
+                    f"the parameter {each._param_fqn or place.param_name} was replaced by another one, which FSDP "
+                    "(zero_stage=3) does not use: change its values, as by parameter.copy_(values), or give zero_stage=2."
+                )
+            if getattr(each, "orig_dtype", local.dtype) != local.dtype:  # FSDP sets it in the first pass
+                raise UsageError(
+                    f"the parameter {each._param_fqn or place.param_name} is {local.dtype} now, and FSDP (zero_stage=3) gathers "
+                    f"it as {each.orig_dtype}: convert the model before engine.compose, or give precision=."
+                )
+            if (
+                local.numel()
+                and local.untyped_storage().data_ptr() != each._sharded_param_data.untyped_storage().data_ptr()
+            ):
+                each.reset_sharded_param()  # its memory was exchanged
+        self._parameters = super().parameters_of(model)
+        return self._parameters
+
+    def follow(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        super().follow(model, (each for each in parameters if each not in self._divided))
+        # An evaluation shall leave no gathered parameters behind: what the loop changes in them would be lost.
+        model.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)  # type: ignore[operator]
 
     def _precision(self) -> MixedPrecisionPolicy:
         precision = self._config.precision
@@ -76,6 +109,9 @@ class FullySharded(DataParallel):
 
     def begin_pass(self, accumulation: Accumulation) -> None:
         super().begin_pass(accumulation)
+        for group in self._groups:
+            if group._orig_dtype is None:  # all of it was frozen in the first pass, and may be trained now
+                group._init_mp_dtypes()
         if self._use is not None:
             self._use.begin_pass(is_first=accumulation.is_first_pass)
 

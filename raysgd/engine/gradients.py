@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.local_tensors import local_of
@@ -21,7 +21,8 @@ class Gradients:
     """The gradients of what an optimizer updates.
 
     Args:
-        optimizer: The user's; None: there are none.
+        parameters: Returns the model's, as they are now.
+        shards: What the optimizer updates in place of parameters.
         mesh: Returns the mesh of all workers.
         is_sharded: Whether data-parallel ranks may hold shards of gradients.
         counted_elsewhere: Ids of tensors whose gradients another rank counts in the norm.
@@ -29,21 +30,22 @@ class Gradients:
 
     def __init__(
         self,
-        optimizer: Optimizer | None,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        shards: Mapping[torch.Tensor, torch.Tensor],
         mesh: Callable[[], DeviceMesh],
         *,
         is_sharded: bool,
         counted_elsewhere: Collection[int],
     ) -> None:
-        self._optimizer, self._mesh = optimizer, mesh
+        self._parameters, self._shards, self._mesh = parameters, shards, mesh
         self._is_sharded, self._counted_elsewhere = is_sharded, counted_elsewhere
-        self._known_norm: torch.Tensor | None = None  # of gradients that the loop has not changed since, by `_versions`
-        self._versions: list[tuple[int, int]] = []
+        self._known_norm: torch.Tensor | None = None  # of gradients that the loop has not changed since, by `_noted`
+        # Not ids: a gradient that takes the place of another may get its id, and have as many changes.
+        self._noted: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     def updated(self) -> list[torch.Tensor]:
-        """Return what the optimizer updates."""
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        return [each for group in groups for each in group["params"]]
+        """Return what is updated: the model's parameters, or what is in their place."""
+        return [self._shards.get(each, each) for each in self._parameters()]
 
     def found(self) -> list[torch.Tensor]:
         """Return the gradients that there are."""
@@ -73,14 +75,16 @@ class Gradients:
 
     def note(self, norm: torch.Tensor | None = None) -> None:
         """Remember which gradients there are, and their norm if it is known."""
-        self._known_norm, self._versions = norm, self._current_versions()
+        self._known_norm = norm
+        self._noted = [(weakref.ref(each), each._version) for each in map(local_of, self.found())]
 
     def are_changed(self) -> bool:
         """Return whether a gradient was changed or replaced since `note`."""
-        return self._versions != self._current_versions()
-
-    def _current_versions(self) -> list[tuple[int, int]]:
-        return [(id(each), each._version) for each in map(local_of, self.found())]
+        found = [local_of(each) for each in self.found()]
+        return len(found) != len(self._noted) or any(
+            noted() is not each or version != each._version
+            for each, (noted, version) in zip(found, self._noted, strict=True)
+        )
 
 
 def global_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh, *, is_sharded: bool) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
+from raysgd.torch.restoring import place_like
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -40,3 +41,24 @@ def place_as(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if not is_dtensor(tensor):
         return local
     return make_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
+
+
+def make_data_settable() -> None:
+    """Make ``parameter.data = value`` set the elements of DTensors: torch changes a tensor that they do not use.
+
+    The value may be a DTensor or a whole tensor.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if "data" in vars(DTensor):
+        return
+    get_data: Any = torch.Tensor.data
+
+    def set_data(self: DTensor, value: torch.Tensor) -> None:
+        if is_dtensor(value):
+            placed = value.redistribute(self.device_mesh, self.placements)
+        else:
+            placed = place_like("data", value, self, "parameter.data")
+        local_of(self.detach()).copy_(local_of(placed.detach()))
+
+    DTensor.data = property(get_data.__get__, set_data)  # type: ignore[assignment]

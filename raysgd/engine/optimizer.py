@@ -1,17 +1,24 @@
-"""The optimizer and the scheduler that the engine returns: the user's own, whose steps count when gradients are complete."""
+"""The optimizer that the engine returns: the user's own, whose steps count when gradients are complete."""
 
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.optimizer_parameters import refuse_optimizer
 from raysgd.engine.step import Step
 from raysgd.errors import UsageError
+from raysgd.session import api
+from raysgd.torch.devices import device
 from raysgd.torch.restoring import place_optimizer_state
 
 #: What messages of torch have that refuse an operation on distributed tensors.
@@ -21,7 +28,8 @@ _OF_DTENSORS = ("DTensor", "placement", "harding")
 class EngineOptimizer(Optimizer):
     """An optimizer whose ``step`` and ``zero_grad`` do nothing until the gradients of a step are complete.
 
-    ``param_groups``, ``state`` and ``state_dict`` are those of the optimizer inside.
+    ``param_groups``, ``state`` and ``state_dict`` are those of the optimizer inside, and have the model's parameters. While one
+    of its methods runs, it finds what the engine made of these. All ranks call such a method.
 
     Args:
         inner: The user's optimizer, which updates what the engine made of its parameters.
@@ -31,16 +39,25 @@ class EngineOptimizer(Optimizer):
     def __init__(self, inner: Optimizer, step: Step) -> None:
         self.inner = inner
         self._step = step
+        _share_metrics()
         # torch's schedulers warn if the optimizer has made no step before them; here either order is right.
         self._opt_called = True
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -49,7 +66,10 @@ class EngineOptimizer(Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
             raise AttributeError(name)
-        return getattr(self.inner, name)
+        found = getattr(self.inner, name)
+        # Such as ``eval`` of an optimizer that exchanges weights for an evaluation.
+        is_own = isinstance(found, MethodType) and not name.startswith("_")
+        return functools.partial(self._call, found) if is_own else found
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self.inner,)  # a copy or a pickle is the optimizer inside
@@ -81,16 +101,30 @@ class EngineOptimizer(Optimizer):
         self._step.finish()
 
     def _update(self) -> None:
+        hooks = self.inner._optimizer_step_pre_hooks, self.inner._optimizer_step_post_hooks
+        for hook in hooks[0].values():
+            hook(self, (), {})
+        # Hooks find the parameters, as the loop does.
+        self.inner._optimizer_step_pre_hooks, self.inner._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         try:
-            self.inner.step()
-        except (RuntimeError, NotImplementedError) as error:
-            if not any(is_dtensor(each) for group in self.param_groups for each in group["params"]):
-                raise
-            if not any(word in str(error) for word in _OF_DTENSORS):
-                raise
-            raise refuse_optimizer(self.inner) from error
+            self._call(self.inner.step)
         finally:
+            self.inner._optimizer_step_pre_hooks, self.inner._optimizer_step_post_hooks = hooks
             vars(self.inner).pop("found_inf", None)  # of this step; also if it has failed
+        for hook in hooks[1].values():
+            hook(self, (), {})
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the optimizer, which finds its shards and may change them and their gradients."""
+        with self._step.in_place(self.inner):
+            has_shards = any(is_dtensor(each) for group in self.param_groups for each in group["params"])
+            try:
+                return method(*args, **kwargs)
+            except (RuntimeError, NotImplementedError, AssertionError) as error:
+                is_of_torch = isinstance(error, AssertionError) and not error.args  # torch has some without a text
+                if not has_shards or not (is_of_torch or any(word in str(error) for word in _OF_DTENSORS)):
+                    raise
+                raise refuse_optimizer(self.inner) from error
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, unless they belong to a step that is not complete yet."""
@@ -101,29 +135,39 @@ class EngineOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned on any number of ranks, also as `raysgd.load_checkpoint` has it."""
-        self.inner.load_state_dict(place_optimizer_state(state_dict, self.inner, "state['optimizer']"))
+        with self._step.in_place(self.inner):
+            self.inner.load_state_dict(place_optimizer_state(state_dict, self.inner, "state['optimizer']"))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise UsageError("add_param_group after engine.compose: the engine has placed all parameters; add it before.")
+        """Let the optimizer update more parameters of the model, such as layers that were frozen.
+
+        Raises:
+            UsageError: Each rank has one stage of a pipeline, so that it does not know the parameters of the others.
+        """
+        if self._step.composed.pipeline is not None:
+            raise UsageError(
+                "add_param_group after engine.compose cannot be used with pipeline_parallel, where each rank has the parameters "
+                "of its stage alone: add the group before, and freeze its parameters until they shall be trained."
+            )
+        self.inner.add_param_group(param_group)
+        if (numbers := self._step.composed.numbers) is not None:
+            numbers.follow(self.inner, {})
 
 
-def follow_steps(scheduler: Any, steps: Step) -> Any:
-    """Make a scheduler's ``step`` count only where a step of the optimizer does, before it or after it.
+@functools.cache
+def _share_metrics() -> None:
+    """Let `ReduceLROnPlateau` find the mean of the ranks' metrics, so that all ranks have the same learning rates."""
+    step = ReduceLROnPlateau.step
 
-    Returns:
-        The scheduler itself.
-    """
-    kind = type(scheduler)
+    @functools.wraps(step)
+    def shared(self: Any, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.optimizer, EngineOptimizer) and (size := api.world_size()) > 1:
+            total = torch.tensor(float(metrics), dtype=torch.float64, device=device())
+            dist.all_reduce(total)
+            metrics = float(total) / size
+        step(self, metrics, *args, **kwargs)
 
-    @functools.wraps(kind.step)
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        if steps.should_schedule():
-            kind.step(self, *args, **kwargs)
-            steps.on_schedule()
-
-    # By its class: a scheduler's state is all of its attributes.
-    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
-    return scheduler
+    ReduceLROnPlateau.step = shared  # type: ignore[method-assign]
 
 
 def _same(optimizer: Optimizer) -> Optimizer:

@@ -5,28 +5,36 @@ precision training, Micikevicius et al., arXiv 1710.03740). `DividedShards` hold
 gradients come in by reduce-scatter, and an all-gather brings the parameters up to date, as in the stages "P_os" and "P_os+g" of
 ZeRO (Rajbhandari et al., arXiv 1910.02054).
 
-Between a backward pass and the optimizer's step, the gradient of a shard is also that of its parameter: what the loop reads and
-changes there is what the optimizer uses. See doc/design/0042-gradients-of-the-loop.md.
+The optimizer finds the shards only while it runs (`OptimizerShards.in_place`). At all other times its groups and its state have
+the parameters, as the loop sees them, and what the loop has done to these is taken into the shards first. Between a backward
+pass and the optimizer's step, the gradient of a shard is also that of its parameter. See
+doc/design/0046-user-objects-are-the-truth.md.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
-from raysgd.engine.local_tensors import all_gather, local_of, make_dtensor, place_as, reduce_scatter
+from raysgd.engine.local_tensors import all_gather, local_of, make_data_settable, make_dtensor, place_as, reduce_scatter
 from raysgd.errors import UsageError
+from raysgd.torch.restoring import place_like
 
 #: Bytes of the parameters that communicate together, as in DDP.
 BUCKET_BYTES = 25 << 20
+#: Elements of master weights that are compared at a time, so that there is no second copy of a large one.
+_PIECE = 1 << 20
 
 
 @dataclass
@@ -36,12 +44,42 @@ class _Shard:
     Attributes:
         parameter: The parameter that the model computes with.
         tensor: What the optimizer updates; the parameter itself if nothing is divided or converted.
+        dtype: Of the parameter.
+        memory: Of the parameter, as `_memory_of` returns it, of which ``tensor`` is a view; None if it is a copy.
         shown: The gradient that the parameter and the shard have in common for the loop, if they have one.
     """
 
     parameter: nn.Parameter
     tensor: torch.Tensor
+    dtype: torch.dtype
+    memory: tuple[Any, ...] | None = None
     shown: torch.Tensor | None = None
+
+    def take(self, own: torch.Tensor) -> None:
+        """Make the shard what its parameter holds now.
+
+        Args:
+            own: This rank's part of the parameter, in the parameter's memory.
+
+        Raises:
+            UsageError: The parameter has another shape or type than before.
+        """
+        held = local_of(self.tensor)
+        if own.shape != held.shape or own.dtype != self.dtype:
+            raise UsageError(
+                f"a parameter has the shape {tuple(self.parameter.shape)} and the type {own.dtype} now, and this is not what "
+                "the optimizer's state was made for: keep shapes and types after engine.compose, or convert the model before it."
+            )
+        if own.dtype != held.dtype:
+            _take_changed(held, own)
+        elif own.is_contiguous():
+            held.data = own
+            self.memory = _memory_of(self.parameter)
+        elif self.memory is None:
+            held.copy_(own)
+        else:  # it was a view until now
+            held.data = own.clone(memory_format=torch.contiguous_format)
+            self.memory = None
 
     def show(self) -> None:
         """Let the loop find the gradient of the shard at the parameter."""
@@ -108,6 +146,18 @@ class _Bucket:
         return [each.parameter for each in self.shards]
 
 
+class GradientHook:
+    """A hook of a parameter that counts the gradients of its bucket."""
+
+    def __init__(self, shards: OptimizerShards, number: int) -> None:
+        # Python's garbage collector does not find a cycle through a hook of a tensor: the model and its groups would stay.
+        self._shards, self._number = weakref.ref(shards), number
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if (shards := self._shards()) is not None:
+            shards.on_gradient(self._number)
+
+
 class OptimizerShards:
     """The tensors that an optimizer updates in place of a model's parameters; here, all of each parameter.
 
@@ -120,26 +170,54 @@ class OptimizerShards:
     Attributes:
         is_collecting: Whether gradients are collected during the backward pass, as soon as those of a bucket are there. The
             gradients of parameters are freed then.
+        tensor_of: The tensors that the optimizer updates, by the parameters that they replace.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, is_early: bool = True
     ) -> None:
-        self._group = group
+        self._group, self._is_early = group, is_early
         self._num_collected = 0  # buckets, in this backward pass
         self.is_collecting = False
-        self._buckets = [
-            _Bucket([_Shard(each, self._make_tensor(each)) for each in bucket]) for bucket in in_buckets(parameters)
-        ]
-        if is_early and group is not None:
-            for number, bucket in enumerate(self._buckets):
-                for parameter in bucket.parameters:
-                    parameter.register_post_accumulate_grad_hook(_make_hook(weakref.ref(self), number))  # type: ignore[no-untyped-call]
+        self._buckets: list[_Bucket] = []
+        self._known: set[torch.Tensor] = set()  # parameters that have a shard
+        self.tensor_of: dict[torch.Tensor, torch.Tensor] = {}
+        self.add(parameters)
 
-    @property
-    def tensor_of(self) -> dict[nn.Parameter, torch.Tensor]:
-        """The tensors that the optimizer updates, by their parameters."""
-        return {each.parameter: each.tensor for each in self._shards()}
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make shards of the parameters that require a gradient and have none yet. All ranks call it, between passes."""
+        new = [each for each in parameters if each.requires_grad and each not in self._known]
+        self._known.update(new)
+        for bucket in in_buckets(new):
+            number = len(self._buckets)
+            self._buckets.append(self._make_bucket(bucket))
+            for parameter in bucket if self._is_early and self._group is not None else []:
+                parameter.register_post_accumulate_grad_hook(GradientHook(self, number))  # type: ignore[no-untyped-call]
+            shards = self._buckets[-1].shards
+            self.tensor_of |= {each.parameter: each.tensor for each in shards if each.tensor is not each.parameter}
+
+    @contextmanager
+    def in_place(self, optimizer: Optimizer, *, with_gradients: bool) -> Iterator[None]:
+        """Let an optimizer find the shards in place of the parameters, as these are now; afterwards these are what it has made.
+
+        Args:
+            optimizer: Its groups have parameters, and its state is by parameter.
+            with_gradients: Whether the gradients at the parameters are complete, so that it may use and drop them.
+
+        Raises:
+            UsageError: The loop has given a parameter or a gradient another shape or layout.
+        """
+        self.take_parameters()
+        if with_gradients:
+            self.hold_gradients()
+        _exchange(optimizer, self.tensor_of)
+        try:
+            yield
+        finally:
+            _exchange(optimizer, {tensor: parameter for parameter, tensor in self.tensor_of.items()})
+        self.update_parameters()
+        if with_gradients:
+            self.show_gradients()
 
     def collect_gradients(self) -> None:
         """Add the gradients of the parameters, averaged over the ranks, to those of the shards.
@@ -160,10 +238,11 @@ class OptimizerShards:
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Set the shards to what their parameters hold, after these were loaded."""
+        """Set the shards to what their parameters hold, as the loop has changed, exchanged or loaded them."""
         for each in self._shards():
-            if each.tensor is not each.parameter:
-                local_of(each.tensor).copy_(self._own(each.parameter))
+            is_same = each.tensor is each.parameter or each.memory == _memory_of(each.parameter)
+            if not is_same:
+                each.take(self._own(each.parameter))
 
     def show_gradients(self) -> None:
         """Make the gradients of the shards those of their parameters, for the loop to read and to change."""
@@ -179,12 +258,16 @@ class OptimizerShards:
         for each in self._shards():
             each.hold()
 
-    def drop_gradients(self) -> None:
-        """Forget the gradients of the parameters and of the shards."""
-        for each in self._shards():
-            each.parameter.grad = each.tensor.grad = each.shown = None
+    def drop_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forget the gradients of parameters and of their shards."""
+        dropped = set(parameters)
+        for each in dropped:
+            each.grad = None
+        for shard in self._shards():
+            if shard.parameter in dropped:
+                shard.tensor.grad = shard.shown = None
 
-    def _on_gradient(self, number: int) -> None:
+    def on_gradient(self, number: int) -> None:
         """Count a gradient of a bucket, and collect the buckets whose gradients are all there."""
         if not self.is_collecting:
             return
@@ -210,6 +293,9 @@ class OptimizerShards:
     def _own(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return what this rank updates of a parameter's local tensor, in the parameter's own memory."""
         return local_of(parameter).detach()
+
+    def _make_bucket(self, parameters: Sequence[nn.Parameter]) -> _Bucket:
+        return _Bucket([_Shard(each, self._make_tensor(each), each.dtype) for each in parameters])
 
     def _make_tensor(self, parameter: nn.Parameter) -> torch.Tensor:
         own = self._own(parameter)
@@ -248,10 +334,14 @@ class DividedShards(OptimizerShards):
         self._with_tensor = mesh["dp", "tp"]
         self._num_ranks, self._rank = self._replicas.size(), self._replicas.get_local_rank()
         super().__init__(parameters, self._replicas.get_group(), is_early=is_early)
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                bucket.places.append(bucket.row)
-                bucket.row += self._cut(local_of(parameter), parameter, 0).numel()
+        make_data_settable()
+
+    def _make_bucket(self, parameters: Sequence[nn.Parameter]) -> _Bucket:
+        bucket = super()._make_bucket(parameters)
+        for parameter in parameters:
+            bucket.places.append(bucket.row)
+            bucket.row += self._cut(local_of(parameter), parameter, 0).numel()
+        return bucket
 
     def _cut(self, tensor: torch.Tensor, parameter: nn.Parameter, rank: int) -> torch.Tensor:
         """Return a rank's part of a tensor that has the local shape of ``parameter``.
@@ -377,13 +467,43 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
             parameter.grad = place_as(parameter, averaged.clone())
 
 
-def _make_hook(shards: weakref.ref[OptimizerShards], number: int) -> Callable[[torch.Tensor], None]:
-    # Python's garbage collector does not find a cycle through a hook of a tensor: the model and its groups would stay.
-    def on_gradient(_: torch.Tensor) -> None:
-        if (found := shards()) is not None:
-            found._on_gradient(number)
+def _memory_of(parameter: nn.Parameter) -> tuple[Any, ...]:
+    """Return what differs if a parameter has got other memory, another layout or another type."""
+    local = local_of(parameter)
+    return local.data_ptr(), local.stride(), local.shape, local.dtype
 
-    return on_gradient
+
+def _take_changed(master: torch.Tensor, own: torch.Tensor) -> None:
+    """Set elements of a master weight to those of its parameter, in a smaller type, where this is not its rounded value."""
+    pieces = torch.split(master.view(-1), _PIECE), torch.split(own.reshape(-1), _PIECE)
+    for held, given in zip(*pieces, strict=True):
+        rounded = held.to(given.dtype)
+        if given.device.type != "cpu" or not _has_same_bits(rounded, given):  # a GPU is faster than the host that asks
+            held.copy_(torch.where(rounded == given, held, given))
+
+
+def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two flat tensors of two bytes per element are equal."""
+    is_aligned = not any(int(each) % 4 for each in (one.numel(), one.storage_offset(), other.storage_offset()))
+    dtype = torch.int64 if is_aligned else torch.int16
+    return torch.equal(one.view(dtype), other.view(dtype))
+
+
+def _exchange(optimizer: Optimizer, others: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Put other tensors in the place of those that an optimizer updates, in its groups and its state."""
+    if not others:
+        return
+    for group in optimizer.param_groups:
+        group["params"] = [others.get(each, each) for each in group["params"]]
+    moved = {others.get(each, each): value for each, value in optimizer.state.items()}
+    optimizer.state.clear()
+    optimizer.state.update(moved)
+    for each, state in moved.items():
+        if not is_dtensor(each) or not isinstance(state, dict):
+            continue
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and not is_dtensor(value):  # set by the loop, as to reset momenta
+                state[key] = place_like(key, value, each, f"the optimizer's {key}")
 
 
 def _place_gradient(parameter: nn.Parameter) -> None:

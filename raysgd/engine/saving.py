@@ -7,6 +7,7 @@ model without strategies, and numbered as in the user's optimizer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,42 +15,69 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from raysgd._util.logs import get_logger
+from raysgd._util.text import with_article
 from raysgd.checkpoint.codecs.torch import AbsentTensor, is_dtensor
 from raysgd.engine.composing import Composed
 from raysgd.engine.local_tensors import make_dtensor
 from raysgd.engine.optimizer import EngineOptimizer
+from raysgd.engine.optimizer_parameters import Change, list_names
 from raysgd.engine.precision import LossScale
+from raysgd.engine.schedule import Schedule
 from raysgd.errors import CheckpointError
+from raysgd.session import api
 from raysgd.torch.model import unwrap
 from raysgd.torch.restoring import restore
 
+_logger = get_logger()
 #: The names under which the engine saves its parts.
 SAVED_NAMES = ("model", "optimizer", "lr_scheduler", "engine")
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """The state of a loop that is saved: its model, its optimizer and scheduler if it has them, and the loss scale."""
+    """The state of a loop that is saved: its model, its optimizer and schedule if it has them, and the loss scale."""
 
     composed: Composed
     optimizer: EngineOptimizer | None
-    scheduler: Any
+    schedule: Schedule | None
     loss_scale: LossScale
 
     def save(self) -> dict[str, Any]:
         """Return the state, with tensors as this rank has them."""
         composed = self.composed
-        engine: dict[str, Any] = {"loss_scale": self.loss_scale.state_dict(), "tied": composed.tied}
+        self._follow()
+        engine: dict[str, Any] = {
+            "loss_scale": self.loss_scale.state_dict(),
+            "tied": composed.tied,
+            "given": self._given(),
+        }
         state = {"model": unwrap(composed.model).state_dict(), "engine": engine}
         if self.optimizer is not None and composed.numbers is not None:
             state["optimizer"] = composed.numbers.state_of(self.optimizer.inner)
+            composed.data_parallel.shards.take_parameters()
             engine["masters"] = self._masters()
-        if self.scheduler is not None:
-            state["lr_scheduler"] = self.scheduler.state_dict()
+        if self.schedule is not None:
+            state["lr_scheduler"] = self.schedule.scheduler.state_dict()
         return state
+
+    def _follow(self) -> None:
+        """Follow what the loop has added to the model and to the optimizer's groups."""
+        if self.optimizer is not None and self.composed.numbers is not None:
+            parameters = dict(unwrap(self.composed.model).named_parameters())
+            self.composed.numbers.follow(self.optimizer.inner, parameters)
+
+    def _given(self) -> dict[str, Any]:
+        """Return what the program gave to the optimizer and to the scheduler, before any step."""
+        given: dict[str, Any] = {} if self.schedule is None else {"lr_scheduler": self.schedule.given}
+        if self.optimizer is not None and self.composed.numbers is not None:
+            given["optimizer"] = self.composed.numbers.describe(self.optimizer.inner)
+        return given
 
     def load(self, state: Any) -> None:
         """Restore what `save` returned, maybe on other ranks and under other strategies.
+
+        What this program gives to the optimizer and the scheduler differently than the one that saved counts.
 
         Raises:
             CheckpointError: It is a checkpoint of another model or optimizer, or the engine did not save it.
@@ -58,20 +86,61 @@ class EngineState:
             raise CheckpointError(
                 "the checkpoint was not saved by engine.save_checkpoint: load it by raysgd.load_checkpoint()."
             )
-        for name, value in (("optimizer", self.optimizer), ("lr_scheduler", self.scheduler)):
-            if value is not None and name not in state:
-                raise CheckpointError(f"the checkpoint has no {name}, because the loop that saved it had none.")
-        composed = self.composed
-        own = unwrap(composed.model).state_dict()
+        composed, own = self.composed, unwrap(self.composed.model).state_dict()
+        self._follow()
+        self._check_parts(state)
+        self._check_model(state, own)
+        given = state["engine"]["given"]
+        changes: list[dict[str, Change]] = []
+        is_other = False
+        if self.optimizer is not None and composed.numbers is not None:
+            changes = composed.numbers.load(
+                self.optimizer.inner, state["optimizer"], given["optimizer"], composed.data_parallel.shards
+            )
+        if self.schedule is not None:
+            is_other = self.schedule.load(state["lr_scheduler"], given["lr_scheduler"], changes)
         saved = {**state["model"], **state["engine"].get("masters", {})}
         restore({name: value for name, value in saved.items() if name in own}, into=composed.model)
         self.loss_scale.load_state_dict(state["engine"]["loss_scale"])
         composed.data_parallel.shards.take_parameters()
         restore(saved, into=self._masters())
-        if self.optimizer is not None and composed.numbers is not None:
-            composed.numbers.load(self.optimizer.inner, state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["lr_scheduler"])
+        _report_changes(changes, is_other)
+
+    def _check_parts(self, state: dict[str, Any]) -> None:
+        """Check that the loop that saved the state had a scheduler and an optimizer if this one has them."""
+        for name, value in (("optimizer", self.optimizer), ("lr_scheduler", self.schedule)):
+            if value is not None and name not in state:
+                raise CheckpointError(f"the checkpoint has no {name}, because the loop that saved it had none.")
+        if self.optimizer is None or "lr_scheduler" not in state:
+            return
+        given = state["engine"]["given"]["lr_scheduler"]
+        if self.schedule is None:
+            raise CheckpointError(
+                f"the checkpoint has the state of {with_article(given['type'])}, and there is no scheduler here: give "
+                "lr_scheduler_fn, or load model and optimizer alone by raysgd.load_checkpoint()."
+            )
+        self.schedule.check(given)
+
+    def _check_model(self, state: dict[str, Any], own: Mapping[str, Any]) -> None:
+        """Check that the model of all stages has the names that were saved, and that what is one parameter here was one."""
+        saved, names = set(state["model"]), self.composed.names | set(own)
+        kinds = {
+            "does not have": saved - names,
+            "has in addition": names - saved,
+            "has in other shapes": _reshaped(state["model"], own),
+        }
+        if found := [f"{what} {list_names(which)}" for what, which in kinds.items() if which]:
+            raise CheckpointError(
+                f"the checkpoint is that of another model: the {type(unwrap(self.composed.model)).__name__} here "
+                f"{', and '.join(found)}. Make the same model, or load what fits by raysgd.load_checkpoint() and "
+                "model.load_state_dict(..., strict=False)."
+            )
+        tied = state["engine"]["tied"]
+        for name, first in self.composed.tied.items():
+            if tied.get(name, name) != tied.get(first, first):
+                raise CheckpointError(
+                    f"{first} and {name} are one parameter of the model, and were two when the checkpoint was saved."
+                )
 
     def _masters(self) -> dict[str, torch.Tensor]:
         """Return the master weights, which are in another type than their parameters, by the names of these."""
@@ -81,6 +150,34 @@ class EngineState:
             for name, parameter in unwrap(self.composed.model).named_parameters()
             if parameter in tensors and tensors[parameter].dtype != parameter.dtype
         }
+
+
+def _reshaped(saved: Mapping[str, Any], own: Mapping[str, Any]) -> set[str]:
+    """Return the names of tensors that have other shapes than those that were saved, or numbers of another kind."""
+    return {
+        f"{name} ({tuple(saved[name].shape)} {str(saved[name].dtype).removeprefix('torch.')} was saved)"
+        for name, value in own.items()
+        if isinstance(value, torch.Tensor)
+        and name in saved
+        and hasattr(saved[name], "shape")
+        and (tuple(value.shape), _kind(value.dtype)) != (tuple(saved[name].shape), _kind(saved[name].dtype))
+    }
+
+
+def _kind(dtype: Any) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex
+
+
+def _report_changes(changes: Sequence[Mapping[str, Change]], has_schedule: bool) -> None:
+    """Log which settings of this program count in place of those of the program that saved the checkpoint."""
+    found = {key: f"{key} {each.new} (was {each.old})" for group in changes for key, each in group.items()}
+    if has_schedule:
+        found["lr_scheduler"] = "the schedule of the learning rate"
+    if found and api.world_rank() == 0:
+        _logger.warning(
+            "This program gives other settings than the one that saved the checkpoint, and they count: %s. All else is resumed.",
+            ", ".join(found.values()),
+        )
 
 
 def spread(state: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:

@@ -6,25 +6,30 @@ optimizer uses them. Those of an unfinished one are hidden.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
 
 from raysgd._util.text import with_article
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedForward, AttachedHook
+from raysgd.engine.checks import check_loss
 from raysgd.engine.composing import Composed, place_loaded
 from raysgd.engine.config import WITHOUT_OPTIMIZER, EngineConfig
 from raysgd.engine.data_parallel import Mesh
 from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag, scale
 from raysgd.engine.local_tensors import local_of
+from raysgd.engine.optimizer_shards import GradientHook
 from raysgd.engine.precision import LossScale
 from raysgd.engine.used_batches import UsedBatches
 from raysgd.errors import CheckpointError, UsageError
@@ -76,7 +81,8 @@ class Step:
         self._batches = UsedBatches(self._accumulation)
         self._data_parallel = composed.data_parallel
         self._gradients = Gradients(
-            optimizer,
+            lambda: self._parameters.values(),
+            composed.data_parallel.shards.tensor_of,
             mesh,
             is_sharded=composed.data_parallel.is_sharded,
             counted_elsewhere=composed.counted_elsewhere,
@@ -88,25 +94,26 @@ class Step:
         self._num_pipelined = 0  # calls of the pipeline with backward passes, which `backward` has not counted
         self._dataset: Any = None  # of the training loader
         self._divided_by: torch.Tensor | float = 1.0  # what the gradients of a complete step were divided by
-        self._parameters = dict(unwrap(composed.model).named_parameters())
-        # Hooks of now are the engine's; the loop's are those that come later.
-        self._num_hooks = [_count_hooks(each) for each in self._parameters.values()]
+        self._parameters = self._data_parallel.parameters_of(unwrap(composed.model))
+        # The loop's hooks are those that come later.
+        self._num_hooks = {each: _count_hooks(each) for each in self._parameters.values()}
 
     def attach(self) -> None:
         """Follow the passes of the model and what is loaded into it."""
         model, pipeline = self.composed.model, self.composed.pipeline
-        unwrap(model).register_load_state_dict_pre_hook(AttachedHook(place_loaded))  # type: ignore[no-untyped-call]
-        unwrap(model).register_load_state_dict_post_hook(
-            AttachedHook(lambda *_: self._data_parallel.shards.take_parameters())
-        )  # type: ignore[no-untyped-call]
+        for module in unwrap(model).modules():  # the loop may load states of parts
+            module.register_load_state_dict_pre_hook(AttachedHook(place_loaded))  # type: ignore[no-untyped-call]
         if pipeline is None:
-            model.register_forward_pre_hook(AttachedHook(self._begin_forward), with_kwargs=True)
-            model.register_forward_hook(AttachedHook(lambda module, args, outputs: self._batches.mark(outputs)))
+            model.register_forward_pre_hook(
+                AttachedHook(self._begin_forward), with_kwargs=True, prepend=True
+            )  # FSDP gathers parameters in its own
+            model.register_forward_hook(AttachedHook(lambda module, args, outputs: self._end_forward(outputs)))
         else:
             self.model = model = pipeline
             pipeline.scale = self._begin_pipeline
         if self._optimizer is not None:
-            model.zero_grad = AttachedForward(model.zero_grad, self.zero_grad)  # type: ignore[method-assign]
+            model.zero_grad = AttachedForward(model.zero_grad, lambda *_, **__: self.zero_grad(of_model=True))  # type: ignore[method-assign]
+            _check_optimizers()
         _steps.add(self)
 
     # -- batches ------------------------------------------------------------------------------------------------------
@@ -141,7 +148,7 @@ class Step:
 
     def backward(self, loss: torch.Tensor, weight: float | None, *, retain_graph: bool) -> None:
         """Make a backward pass; see `raysgd.Engine.backward`."""
-        self._check_loss(loss)
+        check_loss(loss, self._parameters.values(), is_pipelined=self.composed.pipeline is not None)
         if self.composed.pipeline is None:
             self._begin_backward(loss)
         self._check_backward(weight)
@@ -165,27 +172,6 @@ class Step:
         else:
             self._num_pipelined -= 1
         self.end_pass(weight)
-
-    def _check_loss(self, loss: Any) -> None:
-        """Check that a loss is one, and was computed from what is trained.
-
-        Raises:
-            UsageError: It is not.
-        """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            is_tensor = isinstance(loss, torch.Tensor)
-            what = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else with_article(type(loss).__name__)
-            raise UsageError(
-                f"engine.backward(loss) got {'None' if loss is None else what}; give the mean loss of the batch, a scalar tensor "
-                "as the model and the criterion return it, such as loss.mean() and not loss.item()."
-            )
-        if self.composed.pipeline is None and not loss.requires_grad:
-            is_frozen = not any(each.requires_grad for each in self._parameters.values())
-            why = "all parameters are frozen" if is_frozen else "it was detached, or computed under torch.no_grad()"
-            raise UsageError(
-                f"engine.backward(loss) got a loss that has no gradient: {why}. Compute it from the output of the model that "
-                "engine.compose returned, some of whose parameters are trained (requires_grad=True)."
-            )
 
     def begin_pass(self) -> None:
         """Take the gradients of the open step back from the loop, before a backward pass adds to them."""
@@ -219,12 +205,26 @@ class Step:
             self.share_buffers()
 
     def _begin_forward(self, module: nn.Module, *inputs: Any) -> None:
+        self._follow_model()
         if not torch.is_grad_enabled():
             return
         will_complete = self._batches.on_forward(inputs, is_training=module.training)
         if module.training:
             self._accumulation.on_forward()
             self._data_parallel.begin_forward(will_complete=will_complete)
+
+    def _end_forward(self, outputs: Any) -> None:
+        self._batches.mark(outputs)
+        if self._config.tensor_parallel > 1 or self._data_parallel.gathers_parameters:
+            for each in differentiable(outputs):
+                each.register_hook(self._check_order)  # type: ignore[no-untyped-call]
+
+    def _check_order(self, gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # also the gradients have a graph
+            raise UsageError(
+                "gradients of gradients (create_graph=True, as for a gradient penalty) cannot be computed with zero_stage=3 or "
+                "tensor_parallel, whose layers communicate in the backward pass: give zero_stage=0, 1 or 2 alone."
+            )
 
     def _begin_backward(self, loss: torch.Tensor | None) -> None:
         """Find the batch of a backward pass.
@@ -246,9 +246,21 @@ class Step:
         self._begin_backward(None)
         if self._config.weighted_gradients:
             self._pipeline_weight = float(0 if self._batches.num_rows == 0 else count_rows(batch))
+        self._follow_model()
         self.begin_pass()
         self._num_pipelined += 1
         return self._factor(self._pipeline_weight)
+
+    def _follow_model(self) -> None:
+        """Follow what the loop has done to the model's parameters: unfrozen, exchanged or added some."""
+        model = unwrap(self.composed.model)
+        self._parameters = self._data_parallel.parameters_of(model)
+        for each in self._parameters.values():
+            if each not in self._num_hooks:
+                if api.world_size() > 1:
+                    dist.broadcast(local_of(each.detach()), group=self._mesh().get_group("dp"), group_src=0)
+                self._num_hooks[each] = _count_hooks(each)
+        self._data_parallel.follow(model, self._parameters.values())
 
     def _weight_of(self, weight: float | None) -> float:
         if not self._config.weighted_gradients:
@@ -411,20 +423,33 @@ class Step:
             Whether the optimizer makes its step. False if they are not finite on all ranks, unless the optimizer finds that out.
         """
         self._check_clear()
+        self.check_updated()
         self._take_changes()
         if self._config.clip_grad_norm is not None:
             self._gradients.clip(self._config.clip_grad_norm)
-        if self._finite is not None and self._optimizer is not None and _can_leave_out(self._optimizer):
+        if self._finite is not None and self._optimizer is not None and self._can_leave_out(self._optimizer):
             # The device finds out by itself, so that the host waits with the step in its queue.
             self._optimizer.found_inf = (~self._finite.value).float()  # type: ignore[attr-defined]
             return True
         return self.is_finite
 
+    def _can_leave_out(self, optimizer: Optimizer) -> bool:
+        """Return whether a step of the optimizer changes nothing if its ``found_inf``, which gradient scalers use too, is 1."""
+        return (
+            type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+            and all(group["fused"] for group in optimizer.param_groups)
+            and not optimizer._optimizer_step_pre_hooks
+            and not optimizer._optimizer_step_post_hooks
+            and not any(map(is_dtensor, self._gradients.updated()))
+        )
+
+    def in_place(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Let the optimizer find its shards, made of the parameters as they are now; see `OptimizerShards.in_place`."""
+        return self._data_parallel.shards.in_place(optimizer, with_gradients=self.is_complete)
+
     def finish(self) -> None:
         """End a complete step: the optimizer has used its gradients, or has skipped them since they are not finite."""
         skipped = not self.is_finite
-        if not skipped:
-            self._data_parallel.shards.update_parameters()
         self._loss_scale.update(overflowed=skipped)
         self._accumulation.on_step(skipped=skipped)
         self._batches.end_step()
@@ -436,8 +461,8 @@ class Step:
         """Give all replicas the buffers of the first one. All ranks call it."""
         self._data_parallel.share_buffers(unwrap(self.composed.model))
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, unless they belong to a step that is not complete yet."""
+    def zero_grad(self, *, of_model: bool = False) -> None:
+        """Forget the gradients, of the optimizer's parameters or of all; unless the step is not complete yet."""
         if self.is_complete:
             self._accumulation.discard()
             self._batches.end_step()
@@ -446,7 +471,8 @@ class Step:
             self.hidden.drop_strange(self._parameters.values())  # of the loss of another engine's model
         elif self._optimizer is not None:
             self._optimizer.zero_grad()
-            self._data_parallel.shards.drop_gradients()
+            dropped = (each for group in self._optimizer.param_groups for each in group["params"])
+            self._data_parallel.shards.drop_gradients(self._parameters.values() if of_model else dropped)
 
     def should_schedule(self) -> bool:
         """Return whether a call of the scheduler counts now; it may come before the optimizer's step or after it."""
@@ -555,6 +581,46 @@ class Step:
                 "engine.backward(loss, weight=number), or give the loader to compose(train_dataloader=...)."
             )
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Check that another optimizer of the loop, if it updates parameters of the model, finds what it does in the plain loop.
+
+        Raises:
+            UsageError: It does not.
+        """
+        if optimizer is self._optimizer or self._optimizer is None:
+            return
+        groups = [group["params"] for group in optimizer.param_groups]
+        found = next((each for parameters in groups for each in parameters if each in self._num_hooks), None)
+        if found is None:
+            return
+        is_unfinished = self._accumulation.is_open and not self.is_complete
+        if (
+            is_unfinished
+            or self._loss_scale.is_enabled
+            or not self._data_parallel.shards.tensor_of.keys().isdisjoint(
+                each for parameters in groups for each in parameters
+            )
+        ):
+            name = next(name for name, each in self._parameters.items() if each is found)
+            raise UsageError(
+                f"{with_article(type(optimizer).__name__)} updates {name} of the model, next to the optimizer of engine.compose: "
+                "in fp16, with zero_stage=1 or 2, with bf16-true and within an accumulated step its gradient is not there. Add "
+                "the parameters to the engine's optimizer by optimizer.add_param_group."
+            )
+
+    def check_updated(self) -> None:
+        """Check that what the optimizer updates is the model's, or has no gradient.
+
+        Raises:
+            UsageError: The loop has given the optimizer other parameters.
+        """
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        if any(each.grad is not None and each not in self._num_hooks for group in groups for each in group["params"]):
+            raise UsageError(
+                "the optimizer has a parameter that is not the model's, so that its gradient is not averaged over the workers: "
+                "make it a part of the model that engine.compose returned."
+            )
+
     def _check_clear(self) -> None:
         """Check that it is known where batches begin, if it matters."""
         is_fixed = self.is_complete and not self._config.weighted_gradients
@@ -578,8 +644,8 @@ class Step:
         is_late = self._data_parallel.gathers_parameters or self._config.precision == "fp16"
         if not is_late and api.world_size() == 1:
             return
-        for each, (num_before, num_after) in zip(self._parameters.values(), self._num_hooks, strict=True):
-            before, after = _count_hooks(each)
+        for each in self._parameters.values():
+            (num_before, num_after), (before, after) = self._num_hooks[each], _count_hooks(each)
             if after > num_after or (is_late and before > num_before):
                 raise UsageError(
                     "a parameter has a hook, which would not find its gradient: with several workers, zero_stage=3 or fp16 it is "
@@ -587,21 +653,29 @@ class Step:
                 )
 
 
+@functools.cache
+def _check_optimizers() -> None:
+    """Let each step of an optimizer be checked against the models of this process."""
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for each in list(_steps):
+            each.check_optimizer(optimizer)
+
+    register_optimizer_step_pre_hook(check)
+
+
+def differentiable(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a tree through which a backward pass can go."""
+    if not torch.is_grad_enabled():
+        return []
+    return [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor) and each.requires_grad]
+
+
 def _readers(dataset: Any) -> list[Step]:
     return [each for each in _steps if each.reads(dataset)]
 
 
-def _can_leave_out(optimizer: Optimizer) -> bool:
-    """Return whether a step of the optimizer changes nothing if its ``found_inf``, which gradient scalers use too, is 1."""
-    return (
-        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-        and all(group["fused"] for group in optimizer.param_groups)
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and not any(is_dtensor(each) for group in optimizer.param_groups for each in group["params"])
-    )
-
-
 def _count_hooks(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return how many hooks a parameter has, for its gradient and after that."""
-    return len(parameter._backward_hooks or ()), len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+    """Return how many hooks of others a parameter has, for its gradient and after that."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return len(parameter._backward_hooks or ()), sum(not isinstance(each, GradientHook) for each in after.values())

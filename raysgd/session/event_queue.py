@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from raysgd._util.json import encode
 from raysgd._util.json import encode_rows as encode_plain_rows
 from raysgd.errors import MetricError
-from raysgd.session.events import PartSafe, Reports, Saved, Scored, WorkerEvent
+from raysgd.session.events import PartSafe, Reports, Saved, WorkerEvent
 from raysgd.session.metrics import read_deferred
 
 Row = tuple[float, float, dict[str, Any]]
@@ -32,9 +32,9 @@ _WAKE = object()
 
 
 class _Unencoded(NamedTuple):
-    """An event whose metrics are still to be read and encoded."""
+    """A save whose metrics are still to be read and encoded."""
 
-    event: Saved | Scored
+    event: Saved
     metrics: dict[str, Any]
 
 
@@ -56,9 +56,9 @@ class EventQueue:
         self._num_reports = 0
         self.unreadable: MetricError | None = None
 
-    def put_report(self, row: Row) -> None:
-        """Put one report; called by ``report``."""
-        self._queue.put(row)
+    def put_report(self, row: Row, closes: int | None = None) -> None:
+        """Put one report; called by ``report``. ``closes``: the call of the save whose checkpoint belongs to its round."""
+        self._queue.put(row if closes is None else (*row, closes))
         if self._queue.qsize() > MAX_PENDING:
             time.sleep(0.001)
 
@@ -68,8 +68,8 @@ class EventQueue:
         if urgent or (isinstance(event, PartSafe) and self._is_part_due()):
             self._urgent.set()
 
-    def put_with_metrics(self, event: Saved | Scored, metrics: dict[str, Any] | None) -> None:
-        """Put an event whose metrics the stream's thread encodes, since reading them may wait for a device."""
+    def put_with_metrics(self, event: Saved, metrics: dict[str, Any] | None) -> None:
+        """Put a save whose metrics the stream's thread encodes, since reading them may wait for a device."""
         self._queue.put(event if metrics is None else _Unencoded(event, metrics))
 
     def _is_part_due(self) -> bool:
@@ -116,16 +116,19 @@ class EventQueue:
     def _batched(self, items: list[Any]) -> list[WorkerEvent]:
         events: list[WorkerEvent] = []
         rows: list[Row] = []
+        closes: list[tuple[int, int]] = []
         for item in items:
             if type(item) is tuple:
-                rows.append(item)
+                if len(item) > 3:
+                    closes.append((self._num_reports + len(rows), item[3]))
+                rows.append(item[:3])
             elif item is not _WAKE:
-                self._close_rows(rows, events)
+                self._close_rows(rows, closes, events)
                 if type(item) is threading.Event:
                     item.set()
                 else:
                     events.append(self._encoded(item) if type(item) is _Unencoded else item)
-        self._close_rows(rows, events)
+        self._close_rows(rows, closes, events)
         return events
 
     def _encoded(self, item: _Unencoded) -> WorkerEvent:
@@ -135,16 +138,18 @@ class EventQueue:
             self.unreadable = self.unreadable or _name_unreadable(item.metrics, error)
             return item.event
 
-    def _close_rows(self, rows: list[Row], events: list[WorkerEvent]) -> None:
+    def _close_rows(self, rows: list[Row], closes: list[tuple[int, int]], events: list[WorkerEvent]) -> None:
         if rows and self.unreadable is None:
             try:
                 data = encode_rows(rows)
             except Exception:
                 data = self._encode_readable(rows)
             if rows:
-                events.append(Reports(self._num_reports, len(rows), data))
-                self._num_reports += len(rows)
+                first, self._num_reports = self._num_reports, self._num_reports + len(rows)
+                readable = tuple(each for each in closes if each[0] < self._num_reports)
+                events.append(Reports(first, len(rows), data, readable))
         rows.clear()
+        closes.clear()
 
     def _encode_readable(self, rows: list[Row]) -> bytes:
         """Encode the rows before the first unreadable one, and drop the others from ``rows``."""

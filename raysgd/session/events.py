@@ -44,11 +44,14 @@ class Reports:
 
     Attributes:
         rows: JSON, a list of ``[timestamp, time_total_s, {metrics}]``. The worker encodes it; readers decode it.
+        closes: In a loop that saves first, the first report after each save, and the save's call: the checkpoint belongs to
+            the round of that report.
     """
 
     first: int
     count: int
     rows: bytes
+    closes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Saved:
         reports: Reports that this rank made in the attempt before the call.
         time_total_s: Training time up to the call.
         metrics: JSON of the metrics given, or of this rank's last report before; None if there is neither.
+        awaits_round: The loop saves before it reports: the checkpoint belongs to the round that is reported next.
     """
 
     call: int
@@ -68,20 +72,7 @@ class Saved:
     is_files: bool
     allow_pickle: bool
     metrics: bytes | None
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The first report after save ``call`` in a loop that saves first: the round which that checkpoint belongs to.
-
-    Attributes:
-        metrics: JSON of what was reported; None where the save was given ``metrics=``.
-        time_total_s: Training time up to the report.
-    """
-
-    call: int
-    metrics: bytes | None
-    time_total_s: float = 0.0
+    awaits_round: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,7 +216,6 @@ WorkerEvent = (
     | Left
     | Reports
     | Saved
-    | Scored
     | PartSafe
     | PartFailed
     | PartHeld

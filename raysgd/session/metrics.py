@@ -6,10 +6,11 @@ which the stream's thread reads.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from raysgd._util.imports import imported
 from raysgd._util.json import encode
@@ -197,7 +198,7 @@ def _copy_scalar(value: Any) -> tuple[Any] | None:
         return (Deferred(lambda: tensor.numpy().item()),)
     if module in ("jax", "jaxlib"):
         array = value[...] if type(value).__name__ in _JAX_VARIABLES else value
-        return (Deferred(array.item),)
+        return (Deferred(_copy_jax(array).item),)
     if module == "keras" and hasattr(value, "value"):  # a variable of one of the above, such as a learning rate
         return _copy_scalar(value.value)
     return None
@@ -206,6 +207,19 @@ def _copy_scalar(value: Any) -> tuple[Any] | None:
 def _holds_number(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
     return dtype is None or str(getattr(dtype, "name", dtype)).startswith(_NUMBERS)
+
+
+def _copy_jax(array: Any) -> Any:
+    """Queue a copy of an array on its device: a later step may donate the array itself, which deletes it."""
+    jax = imported("jax")
+    if jax is None or not isinstance(array, jax.Array):
+        return array
+    return _compiled_copy(jax)(array.addressable_data(0))  # each process that reports has its own
+
+
+@functools.cache
+def _compiled_copy(jax: Any) -> Callable[[Any], Any]:
+    return cast("Callable[[Any], Any]", jax.jit(jax.numpy.copy))
 
 
 def _copy_torch(torch: Any, tensor: Any) -> Any:

@@ -24,7 +24,7 @@ from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
 from raysgd.session.context import OUTLIVED
 from raysgd.session.event_queue import EventQueue
-from raysgd.session.events import AtSavePoint, Saved, Scored, StartUnusable
+from raysgd.session.events import AtSavePoint, Saved, StartUnusable
 from raysgd.session.gates import SaveGate, StopGate
 from raysgd.session.metrics import copy_metrics
 from raysgd.session.saving import CheckpointWriter
@@ -126,8 +126,7 @@ class WorkerSession(Session):
         self._waits_in: tuple[str, int] | None = None  # what, and since when in nanoseconds since the epoch
         self._last_metrics: dict[str, Any] | None = None
         self._saves_first = False
-        #: The save whose round is not reported yet, and whether the checkpoint gets that round's metrics.
-        self._unscored: tuple[int, bool] | None = None
+        self._unscored: int | None = None  # the save whose round is not reported yet
         self._ended: AttemptEnded | None = None
         self._is_closed = False
         self._gate = StopGate()
@@ -145,12 +144,11 @@ class WorkerSession(Session):
         copied = copy_metrics(metrics)
         if (data_wait := self.progress.data_wait_fraction()) is not None:
             copied[DATA_WAIT_FRACTION] = data_wait
-        self._event_queue.put_report((time.time(), time.monotonic() - self._clock_zero, copied))
+        closes, self._unscored = self._unscored, None
+        self._event_queue.put_report((time.time(), time.monotonic() - self._clock_zero, copied), closes)
         self._num_reports += 1
         self.progress.mark("report")
         self._last_metrics = copied
-        if self._unscored is not None:
-            self._score(copied)
         for hook in self._on_report:
             hook(copied)
         if self._save_gate.last_save is not None:
@@ -190,7 +188,7 @@ class WorkerSession(Session):
         # Only now: a state that cannot be saved has raised, and makes no checkpoint.
         self._event_queue.put_with_metrics(saved, score)
         if self._saves_first:
-            self._unscored = call, metrics is None
+            self._unscored = call
         self._leave_after_last_save()
 
     def load_checkpoint(self, path: Any, *, allow_pickle: bool) -> Any:
@@ -354,6 +352,7 @@ class WorkerSession(Session):
             is_files=files,
             allow_pickle=allow_pickle,
             metrics=None,
+            awaits_round=self._saves_first,
         )
         return saved, score
 
@@ -365,12 +364,6 @@ class WorkerSession(Session):
         newest = self._link.newest_checkpoint(index, self._num_saves)
         self._check_live()  # an attempt that has ended gets no answer
         return newest
-
-    def _score(self, metrics: dict[str, Any]) -> None:
-        assert self._unscored is not None
-        (call, is_score), self._unscored = self._unscored, None
-        scored = Scored(call, None, time.monotonic() - self._clock_zero)
-        self._event_queue.put_with_metrics(scored, metrics if is_score else None)
 
     def _join_barrier(self, what: str, payload: bytes | None) -> bytes | None:
         self._check_live()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.checkpoint.checkpoint import load_state
-from raysgd.checkpoint.format.manifest import MANIFEST_NAME, Manifest, verify_files
+from raysgd.checkpoint.format.manifest import MANIFEST_NAME, ROUND_NAME, Manifest, verify_files
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.controller import frames
@@ -144,7 +144,7 @@ def _read_one(store: CheckpointStore, number: int) -> Stored:
     except CheckpointError as error:
         return Stored(problem=str(error))
     listed = {entry.name.partition("/")[0] for entries in manifest.parts.values() for entry in entries}
-    unlisted = tuple(name for name in folder.list_names() if name not in listed | {MANIFEST_NAME})
+    unlisted = tuple(name for name in folder.list_names() if name not in listed | {MANIFEST_NAME, ROUND_NAME})
     return Stored(manifest, _problem_of(folder, manifest), unlisted)
 
 

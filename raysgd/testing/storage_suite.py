@@ -242,13 +242,15 @@ class StorageSuite:
         store.delete(2)
         assert [manifest.number for manifest in store.list()] == [1, 3]
 
-    def test_manifest_can_be_replaced(self, storage: Storage) -> None:
+    def test_round_is_added_to_a_committed_checkpoint(self, storage: Storage) -> None:
         store = CheckpointStore(storage)
-        manifest = _write_parts(store, 1)
+        manifest = Manifest(**{**vars(_write_parts(store, 1)), "awaits_round": True})
         store.commit(manifest)
-        amended = Manifest(**{**vars(manifest), "metrics": {"loss": 0.5}})
-        store.amend(amended)
-        assert store.list() == [amended]
+        with_round = manifest.with_round({"loss": 0.5}, 7.0)
+        store.write_round(with_round)
+        assert store.list() == [with_round]
+        store.delete(1)
+        assert store.numbers() == []
 
     def test_damaged_checkpoint_is_skipped(self, storage: Storage) -> None:
         store = CheckpointStore(storage)

@@ -169,12 +169,10 @@ def place_state(module: nn.Module, state: dict[str, Any], prefix: str = "") -> N
         state: Changed in place; tensors, DTensors or saved arrays by name. Names that the module does not have stay.
         prefix: What the names begin with.
     """
-    held = _held_tensors(module)
-    for key, value in state.items():
-        target = held.get(key.removeprefix(prefix))
-        if target is None or not isinstance(value, (SavedArray, torch.Tensor)):
-            continue
-        if isinstance(value, SavedArray) or is_dtensor(value) != is_dtensor(target):
+    for name, target in _held_tensors(module).items():
+        value = state.get(key := prefix + name)
+        is_placed = isinstance(value, torch.Tensor) and is_dtensor(value) == is_dtensor(target)
+        if not is_placed and isinstance(value, (SavedArray, torch.Tensor)):
             value = value.full_tensor() if is_dtensor(value) else value
             state[key] = _placed(value, target, f"state[{key!r}]")
 
@@ -227,6 +225,10 @@ def _placed(value: Any, target: torch.Tensor, place: str) -> Any:
         return value.read() if isinstance(value, SavedArray) else value
     from torch.distributed.tensor import DTensor
 
+    if is_dtensor(value):
+        if value.device_mesh == target.device_mesh and value.placements == target.placements:
+            return value
+        value = value.full_tensor()
     held = target.detach()._local_tensor  # type: ignore[attr-defined]
     shards = local_shards(target)
     whole = next(iter(shards), None)

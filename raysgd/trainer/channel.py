@@ -39,7 +39,7 @@ from raysgd.workers.liveness.deaths import first_line
 from raysgd.workers.liveness.process_watch import CONTROLLER, ProcessWatch
 from raysgd.workers.liveness.watched import watched_actor
 from raysgd.workers.pickling import CallFailed, loads
-from raysgd.workers.placement.cluster import NAMESPACE, current_session
+from raysgd.workers.placement.cluster import NAMESPACE, current_session, place_near
 from raysgd.workers.placement.slots import remove_placement_groups
 
 #: Seconds in which an earlier Trainer of the same name must answer whether its run is over.
@@ -86,6 +86,7 @@ class Channel:
         # On the driver's node, whose disk holds a local storage_path. A detached Trainer may move if that node is lost.
         here = ray.get_runtime_context().get_node_id()
         is_detached = settings.alias is not None
+        bound = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False)}
         put_settings(settings)
         put_holder(describe_holder(settings))
         if settings.alias is not None:
@@ -99,11 +100,10 @@ class Channel:
             .options(
                 name=settings.name,
                 namespace=NAMESPACE,
-                num_cpus=0,
                 max_concurrency=1000,
                 max_restarts=-1,  # what a run survives is decided by its FailureConfig
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=here, soft=is_detached),
                 lifetime="detached" if is_detached else None,
+                **(place_near(here) if is_detached else bound),
             )
             .remote()
         )
@@ -330,7 +330,9 @@ class _ControllerWatch:
         with self._lock:
             self._num_waiting += 1
             if self._num_waiting == 1:
-                self._watch.add(CONTROLLER, self._find, pid=self._pid, on_kill=self._report)
+                self._watch.add(
+                    CONTROLLER, self._find, pid=self._pid, on_kill=self._report, on_cut_off=self._report_wait
+                )
         try:
             yield
         finally:
@@ -342,6 +344,10 @@ class _ControllerWatch:
     def on_message(self) -> None:
         """The TrainerActor has sent something."""
         self._watch.on_message(CONTROLLER)
+
+    @staticmethod
+    def _report_wait(why: str) -> None:
+        get_logger().warning("%s %s. This process waits for it; a run continues meanwhile if it can.", CONTROLLER, why)
 
     @staticmethod
     def _report(why: str) -> None:

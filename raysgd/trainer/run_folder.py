@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config.run import Reduction
 from raysgd.controller import frames
+from raysgd.controller.checkpoints.pending import find_rounds
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import read_description, reading, stored_frames
 from raysgd.controller.rounds import RoundMerger, check_reduce
@@ -105,7 +106,7 @@ def _load(storage: Storage, reduce: Mapping[str, str] | None) -> LoadedRun:
     events = [Event(**frame.data) for frame in sequence if frame.kind == frames.EVENT]
     ends = [event.data["kind"] for event in events if event.kind == "run_end"]
     reductions = check_reduce(description.get("reduce") if reduce is None else reduce)
-    results = _results(sequence, reductions, is_done=ends[-1:] == ["done"])
+    results = merge_results(sequence, reductions, is_done=ends[-1:] == ["done"])
     return LoadedRun(
         run_dir=storage.uri,
         metrics=pd.DataFrame([flatten(result) for result in results]),
@@ -116,12 +117,13 @@ def _load(storage: Storage, reduce: Mapping[str, str] | None) -> LoadedRun:
         samples=pd.DataFrame([{"timestamp": e.timestamp, **e.data} for e in events if e.kind == "sample"]),
         config=description.get("config", {}),
         description=description,
-        checkpoints=_checkpoints(storage),
+        checkpoints=_checkpoints(storage, sequence, reductions),
         outcome=ends[-1] if ends else None,
     )
 
 
-def _results(sequence: list[Frame], reduce: Mapping[str, str], *, is_done: bool) -> list[Result]:
+def merge_results(sequence: Sequence[Frame], reduce: Mapping[str, str], *, is_done: bool) -> list[Result]:
+    """Return the results of a run's frames by iteration; of an iteration that was repeated after a failure, the latest."""
     merger = RoundMerger(reduce)
     by_iteration: dict[int, Result] = {}
     last = 0
@@ -142,11 +144,12 @@ def _worker_rows(results: list[Result]) -> Iterator[dict[str, Any]]:
             yield {**automatic, **{k: v for k, v in flatten(metrics).items() if k not in automatic}}
 
 
-def _checkpoints(storage: Storage) -> list[Checkpoint]:
+def _checkpoints(storage: Storage, sequence: list[Frame], reduce: Mapping[str, str]) -> list[Checkpoint]:
     if not storage.is_folder("checkpoints"):
         return []
     store = CheckpointStore(storage.child("checkpoints"))
-    return [Checkpoint.of_manifest(store.path(manifest.number), manifest) for manifest in store.list()]
+    found = find_rounds(store.list(), sequence, reduce)
+    return [Checkpoint.of_manifest(store.path(manifest.number), manifest) for manifest in found]
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ def copy_checkpoint(source: Storage, target: Storage, iteration: int | None = No
     """
     manifest = read_manifest(source)
     if iteration is not None:
-        manifest = replace(manifest, iteration=iteration, metrics=dict(metrics or manifest.metrics))
+        known = dict(metrics or manifest.metrics)
+        manifest = replace(manifest, iteration=iteration, metrics=known, awaits_round=False)
     target.delete_file(MANIFEST_NAME)
     for entry in (entry for part in manifest.parts.values() for entry in part):
         _copy(source, target, entry.name)

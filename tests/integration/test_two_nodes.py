@@ -103,12 +103,12 @@ def living_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
-def test_worker_slot_is_placed_outside_avoided_nodes() -> None:
+async def test_worker_slot_is_placed_outside_avoided_nodes() -> None:
     nodes = living_nodes()
     for avoided in nodes:
         slots = WorkerSlots(f"avoids-{avoided[:8]}", {"CPU": 1}, "PACK")
         try:
-            slot = slots.add({avoided})
+            slot = await slots.add({avoided})
             assert slot.placement.wait(20)
             placed = ray.util.placement_group_table(slot.placement)["bundles_to_node_id"].values()
             assert set(placed) == nodes - {avoided}
@@ -121,9 +121,9 @@ def test_abandoned_slot_requests_release_their_resources() -> None:
 
     async def request_and_abandon_slots() -> None:
         slots = WorkerSlots("gives-up", {"CPU": 1}, "PACK")
-        slots.open(1)
+        await slots.open(1)
         for count in range(300):
-            slot = slots.add()
+            slot = await slots.add()
             await asyncio.sleep(0.001 * (count % 6))
             slots.remove(slot)
         slots.close()

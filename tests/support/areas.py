@@ -50,7 +50,6 @@ AREAS: dict[str, Area] = {
         ("raysgd/workers",),
         (
             "fault/test_out_of_memory.py",
-            "fault/test_preloading*.py",
             "integration/test_bare_environment.py",
             "integration/test_clusters_of_the_driver.py",
             "integration/test_gpus.py",
@@ -115,6 +114,7 @@ AREAS: dict[str, Area] = {
             "integration/test_lazy_datasets.py",
         ),
     ),
+    "nodes": Area(("raysgd/workers/placement", "raysgd/workers/liveness"), ("fault/test_cut_cables.py",)),
     "tune": Area(
         ("raysgd/tune_integration",),
         ("docs/test_tune_examples.py", "integration/test_tune*.py"),
@@ -151,6 +151,8 @@ AREAS: dict[str, Area] = {
             "integration/test_engine_loops.py",
             "integration/test_engine_models.py",
             "integration/test_engine_runs.py",
+            "integration/test_engine_unfinished_steps.py",
+            "integration/test_engine_weights.py",
         ),
     ),
     "parallel": Area(

@@ -200,10 +200,21 @@ def train(
 
 
 @functools.cache
-def plain(kind: str, **options: Any) -> list[tuple[float, Gradients]]:
-    """Train in one process without any strategy."""
+def plain(kind: str, micro_batches: int | None = None, **options: Any) -> list[tuple[float, Gradients]]:
+    """Train in one process without any strategy, by whole batches or by sums over micro-batches, weighted by their labels."""
     of_model, of_batch = split_options(options)
-    return list(train(build(kind, **of_model), [batch(kind, step, **of_batch) for step in range(STEPS)]))
+    model = build(kind, **of_model)
+
+    def add_up(whole: dict[str, Tensor]) -> Tensor:
+        num_labels, total = (whole["labels"] != -100).sum(), torch.zeros(())
+        for labels, *others in zip(*(whole[key].chunk(micro_batches or 1) for key in ("labels", *whole)), strict=True):
+            loss = model(**dict(zip(whole, others, strict=True))).loss * (labels != -100).sum() / num_labels
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    batches = [batch(kind, step, **of_batch) for step in range(STEPS)]
+    return list(train(model, batches, None if micro_batches is None else add_up))
 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

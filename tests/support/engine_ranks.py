@@ -63,9 +63,13 @@ def compare(
     data_parallel: str | None = None,
     micro_batches: int | None = None,
     schedule: str | None = None,
+    is_reference_split: bool = False,
     **options: Any,
 ) -> tuple[float, float, float]:
-    """Train with and without strategies, and return the largest relative differences of losses and gradients."""
+    """Train with and without strategies, and return the largest relative differences of losses and gradients.
+
+    With ``is_reference_split`` the loop without strategies adds the gradients of as many micro-batches.
+    """
     of_model, of_batch = split_options(options)
     model, pipeline = prepare(kind, shape, sequence_parallel, data_parallel, micro_batches, schedule, **of_model)
     dp = mesh(*shape)["dp"]
@@ -85,7 +89,7 @@ def compare(
 
     found = list(train(model, [batch(kind, one, **of_batch) for one in range(STEPS)], step))
     assert found[0][1], "no gradients"
-    return differences(found, plain(kind, **options))
+    return differences(found, plain(kind, micro_batches if is_reference_split else None, **options))
 
 
 def lower_precision(kind: str, shape: Shape, is_autocast: bool) -> tuple[float, float, float]:

@@ -41,9 +41,18 @@ class GlobalControlService:
         self._program = [f"--gcs_server_port={port}" if "--gcs_server_port" in arg else arg for arg in found.cmdline()]
 
     def kill(self) -> None:
-        """Kill the GCS with SIGKILL."""
-        self._process.kill()
-        self._process.wait()
+        """Kill the GCS with SIGKILL, if it runs."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        """Stop the GCS: it answers nobody until `resume`, and closes no connection."""
+        self._process.suspend()
+
+    def resume(self) -> None:
+        """Let a stopped GCS run."""
+        self._process.resume()
 
     def start(self) -> None:
         """Start the GCS again, as a supervisor would."""

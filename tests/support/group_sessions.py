@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from raysgd.checkpoint.checkpoint import load_state
 from raysgd.checkpoint.codecs.shards import ShardWriter
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
@@ -39,10 +40,14 @@ class GroupSession(LocalSession):
         self, state: Any, *, files: bool, metrics: Mapping[str, Any] | None, all_ranks: bool, allow_pickle: bool
     ) -> None:
         rank, size = self.identity.world_rank, self.world_size
+        number = max(self.gather(max(self._group_store.numbers(), default=0))) + 1
         found = None
         if all_ranks or rank == 0:
             snapshot = take_snapshot(state, StagingPool(1), shards=ShardWriter(size) if all_ranks else None)
-            found = snapshot.write(self._group_store.directory(1), part_prefix(1, rank)), snapshot.unsharded_digest()
+            found = (
+                snapshot.write(self._group_store.directory(number), part_prefix(1, rank)),
+                snapshot.unsharded_digest(),
+            )
         written = {rank: each for rank, each in enumerate(self.gather(found)) if each is not None}
         if rank:
             dist.barrier()
@@ -50,7 +55,7 @@ class GroupSession(LocalSession):
         digests = {digest for _, digest in written.values()}
         self._group_store.commit(
             Manifest(
-                number=1,
+                number=number,
                 attempt=1,
                 iteration=1,
                 time_total_s=1.0,
@@ -64,7 +69,15 @@ class GroupSession(LocalSession):
         dist.barrier()
 
     def load_checkpoint(self, path: Any, *, allow_pickle: bool) -> Any:
-        return super().load_checkpoint(path or self._group_store.path(1), allow_pickle=allow_pickle)
+        if path is not None:
+            return super().load_checkpoint(path, allow_pickle=allow_pickle)
+        if not (manifests := self._group_store.list()):
+            return None
+        newest = manifests[-1]
+        directory = self._group_store.directory(newest.number)
+        return load_state(
+            directory, newest, self.identity.world_rank, allow_pickle=allow_pickle, world_size=self.world_size
+        )
 
 
 @contextmanager

@@ -40,6 +40,10 @@ CACHES = frozenset(
 MARK = "RUN_OF_THE_TESTS"  # inherited by all descendants of this process
 
 
+#: The threads of `raysgd.workers.placement.calls`, which a process keeps.
+_OF_THE_PROCESS = "raysgd-gcs"
+
+
 @dataclass(frozen=True)
 class ProcessState:
     """The environment, working directory and threads of this process, and the names in the project's root."""
@@ -87,7 +91,7 @@ class ProcessState:
 
     def _new_threads(self) -> list[threading.Thread]:
         """Return new threads that would keep the process alive, and all new threads of raysgd."""
-        started = frozenset(threading.enumerate()) - self.threads
+        started = {each for each in threading.enumerate() if not each.name.startswith(_OF_THE_PROCESS)} - self.threads
         return [thread for thread in started if not thread.daemon or thread.name.startswith("raysgd")]
 
     def _left_files(self) -> list[str]:

@@ -18,6 +18,19 @@ def until(condition: Callable[[], T], timeout_s: float, interval_s: float = 0.05
     return value
 
 
+async def until_async(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Wait until `condition` is truthy while the tasks of the asyncio loop run.
+
+    Raises:
+        TimeoutError: It is not in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the condition did not become true")
+        await asyncio.sleep(0.001)
+
+
 async def turn_loop(turns: int = 20) -> None:
     """Let the tasks of the asyncio loop run as far as they can without waiting; ``turns`` is more than they need."""
     for _ in range(turns):

@@ -12,12 +12,14 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller.frames import Frame
 from raysgd.controller.rounds import RoundMerger
-from raysgd.controller.run_plan import Start
+from raysgd.controller.run_plan import AttemptRecord, Start
 from raysgd.controller.states import Paused, Preparing
 from raysgd.result import Result
 from raysgd.session import events as e
 from raysgd.testing.history import find_violations
+from support.run_outcome import check_outcome
 from support.schedules import action, beginning
+from support.simulated_storage import SimulatedStorage
 from support.simulated_workers import GONE, SimulatedAttempt, SimulatedRank
 from support.simulation import (
     RETURNED,
@@ -31,8 +33,11 @@ from support.simulation import (
     saved,
     uri_of,
 )
+from support.step_log import StepLog
 
 GIVEN = Start("/given", iteration=10, time_total_s=5.0)
+#: Events that count the attempts of a run; those that are in no file after a crash are not counted.
+_COUNTED = ("failure", "regroup", "resumed")
 RANKS = range(1 << 16)  # taken modulo the number of candidate ranks
 SAW_STOP = e.Returned(b"value", 5, saw_stop=True)
 
@@ -82,11 +87,13 @@ class RunFuzz(RuleBasedStateMachine):
         self.num_prepared = self.num_answered = self.num_checked = 0
         self.in_flight: list[c.CommitCheckpoint] = []
         self.numbers: list[int] = []  # of all commits, in order
+        self.steps = StepLog()
+        self.storage = SimulatedStorage()
+        self.num_lost = 0  # failures that are in no file
         self.on_storage: dict[int, int] = {}  # iteration by number
         self.amended: set[int] = set()
         self.happened: set[str] = set()
         self.should_pause = self.is_over = False
-        self.manifests: dict[int, Manifest] = {}  # newest version, of all commits
         self.run = SimulatedRun(
             num_ranks * self.scale,
             start=start,
@@ -132,11 +139,8 @@ class RunFuzz(RuleBasedStateMachine):
     @action(lambda self: self._acting(), index=RANKS, count=range(1, 4))
     def a_rank_reports(self, index: int, count: int) -> None:
         rank = self._one_of(self._acting(), index)
-        rank.event_queue.append(reports(rank.num_reports, count))
-        rank.num_reports += count
-        if rank.unscored is not None:
-            rank.event_queue.append(e.Scored(rank.unscored, b'{"loss": %d}' % count))
-            rank.unscored = None
+        rank.event_queue.append(self.steps.report(self.attempts[-1].entered, rank, count))
+        rank.num_reports, rank.unscored = rank.num_reports + count, None
         self._note_uneven_saves()
         rank.wait_if_due()
 
@@ -252,6 +256,7 @@ class RunFuzz(RuleBasedStateMachine):
     @action(by_s=(-86400.0, -2.0, 2.0, 86400.0))
     def the_clock_is_corrected(self, by_s: float) -> None:
         self.run.clock_error_s += by_s
+        self.run.was_clock_corrected = True
 
     @action(cancel=(False, True), luck=range(8))
     def a_user_stops_the_run(self, cancel: bool, luck: int) -> None:
@@ -274,16 +279,23 @@ class RunFuzz(RuleBasedStateMachine):
         self.run.feed(c.ResumeRequested())
         self._check()
 
-    @action(luck=range(8), is_written=(False, True))
-    def the_controller_dies(self, luck: int, is_written: bool) -> None:
-        """All workers die with the controller; a new one resumes from the files of the run."""
+    @action(luck=range(8), num_written=range(5), flushed=(0.0, 0.3, 0.7, 1.0))
+    def the_controller_dies(self, luck: int, num_written: int, flushed: float) -> None:
+        """All workers die with the controller; a new one resumes from the files of the run.
+
+        Args:
+            luck: 0: it happens.
+            num_written: How many of the writes that were not answered have happened: the old controller did not see them.
+            flushed: How much is on storage of what the journal got since its last flush.
+        """
         if luck or self.run.is_closed:
             return
         self.happened.add("died")
         self.should_pause = False
-        for commit in self.in_flight if is_written else []:  # the old controller did not see the commit
-            self.on_storage[commit.manifest.number] = commit.manifest.iteration
-            self.manifests[commit.manifest.number] = commit.manifest
+        self.storage.write(num_written)
+        for command in self.storage.die(self.run, flushed):
+            self.num_lost += isinstance(command, c.RecordEvent) and command.kind in _COUNTED
+        self.num_checked = len(self.run.commands)
         self.in_flight, self.storing, self.held = [], [], None
         for attempt in self.attempts:
             attempt.gone = {rank.number for rank in attempt.ranks}
@@ -294,7 +306,14 @@ class RunFuzz(RuleBasedStateMachine):
                 rank.unwritten.clear()
         if self.attempts:
             self.attempts[-1].is_entered = True  # nothing shows that no rank entered
-        past = previous_state_of(self.run, [self.manifests[number] for number in self.on_storage])
+        past = previous_state_of(self.run, self.storage.checkpoints.values())
+        self.storage.checkpoints = {manifest.number: manifest for manifest in past.manifests}
+        self.on_storage = {manifest.number: manifest.iteration for manifest in past.manifests}
+        if self.attempts:  # the number of the last attempt is not in the journal alone
+            entered = self.attempts[-1].entered
+            past = past.up_to(
+                AttemptRecord("run", entered.attempt, len(self.attempts[-1].ranks), entered.start.iteration)
+            )
         # Parts of uncommitted checkpoints stay on storage, so that their numbers are known.
         self.run.restart(replace(past, last_number=max([past.last_number, *self.numbers])))
         self._check()
@@ -310,10 +329,14 @@ class RunFuzz(RuleBasedStateMachine):
                 break
             self._complete_next()
         assert self.run.is_closed, f"still {self.run.machine.state}"
-        self._check_outcome()
-        history = history_of(self.run, max_failures=self.max_failures)
+        last = self.attempts[-1] if self.attempts else None
+        check_outcome(self.run, last, happened=self.happened, max_failures=self.max_failures)
+        self.storage.write()
+        stored = self.storage.checkpoints.values()
+        history = history_of(self.run, max_failures=self.max_failures, on_storage=stored)
         violations = find_violations(history)
         assert not violations, violations
+        self.steps.check(history)
 
     def _complete_next(self) -> None:
         if isinstance(self.run.machine.state, Paused):
@@ -334,33 +357,6 @@ class RunFuzz(RuleBasedStateMachine):
         else:
             self.much_time_passes()
 
-    def _check_outcome(self) -> None:
-        outcome, last = self.run.outcome, self.attempts[-1] if self.attempts else None
-        assert outcome is not None
-        if outcome.kind == "done":
-            assert last is not None and last.returned == {rank.number for rank in last.ranks}
-            assert not (last.preempted and last.saw_stop)
-        elif outcome.kind in ("stopped", "cancelled"):
-            assert outcome.kind in self.happened or "ended" in self.happened
-        elif outcome.failed is not None:
-            assert last is not None and outcome.rank is not None
-            assert last.raised[outcome.rank] == outcome.failed
-            self._check_cause(last, outcome.failed)
-            num_failures = self.max_failures + 1 if outcome.failed.can_retry else 0
-            assert outcome.failures == num_failures
-        elif outcome.error_type == "WorkerDiedError":
-            assert len(self.run.events("failure")) == self.max_failures + 1 == outcome.failures
-        else:
-            needed = {"StorageError": "write failed", "CheckpointError": "one-sided", "InfeasibleError": "infeasible"}
-            assert needed[outcome.error_type or ""] in self.happened
-        if not self.happened:
-            assert outcome.kind == "done"
-
-    def _check_cause(self, last: SimulatedAttempt, cause: e.Failed) -> None:
-        own = [error for error in last.raised.values() if not error.in_collective and not error.in_setup]
-        assert cause.in_collective is False or not own
-        assert not own or cause is own[0] or self.run.clock_error_s  # in order of arrival, where times can be compared
-
     # -- checks of each command ---------------------------------------------------------------------------------------
 
     def _check(self) -> None:
@@ -370,7 +366,9 @@ class RunFuzz(RuleBasedStateMachine):
             self.is_over = isinstance(command, c.CloseRun)
             getattr(self, f"_check_{type(command).__name__}", lambda _: None)(command)
         assert len(self.run.all_of(c.PublishOutcome)) <= 1
-        allowed = self.max_failures + 1 + len(self.run.events("regroup")) + len(self.run.events("resumed"))
+        allowed = (
+            self.max_failures + 1 + len(self.run.events("regroup")) + len(self.run.events("resumed")) + self.num_lost
+        )
         assert self.max_failures < 0 or self.num_prepared <= allowed
 
     def _check_PrepareGroup(self, command: c.PrepareGroup) -> None:  # noqa: N802
@@ -403,6 +401,7 @@ class RunFuzz(RuleBasedStateMachine):
             assert (command.start.uri, command.start.iteration) == (uri_of(newest), self.on_storage[newest])
         assert command.first_number > max(self.numbers, default=0)
         self.attempts.append(SimulatedAttempt(command, [SimulatedRank(number) for number in range(self.run.num_ranks)]))
+        self.steps.begin(command)
         for rank in self.attempts[-1].ranks:
             rank.event_queue.append(e.Entered(self.run.now))
 
@@ -462,13 +461,7 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _check_CommitCheckpoint(self, command: c.CommitCheckpoint) -> None:  # noqa: N802
         attempt, number = self.attempts[-1], command.manifest.number
-        self.manifests[number] = command.manifest
-        if command.amend:
-            assert number not in self.amended
-            self.amended.add(number)
-            self.on_storage[number] += 1
-            assert command.manifest.iteration == self.on_storage[number]
-            return
+        self.storage.request(self.run, command)
         if number in self.from_memory:
             self.in_flight.append(command)
             return
@@ -486,6 +479,17 @@ class RunFuzz(RuleBasedStateMachine):
         self.numbers.append(number)
         self.in_flight.append(command)
 
+    def _check_WriteRound(self, command: c.WriteRound) -> None:  # noqa: N802
+        number = command.manifest.number
+        assert number not in self.amended
+        self.amended.add(number)
+        self.on_storage[number] += 1
+        assert command.manifest.iteration == self.on_storage[number]
+        self.storage.request(self.run, command)
+
+    def _check_PublishOutcome(self, command: c.PublishOutcome) -> None:  # noqa: N802
+        self.storage.flush_until(self.run, command)
+
     def _check_KeepInMemory(self, command: c.KeepInMemory) -> None:  # noqa: N802
         assert self.held is None or command.number > self.held.number
         self.held = command
@@ -498,6 +502,7 @@ class RunFuzz(RuleBasedStateMachine):
 
     def _check_DeleteCheckpoint(self, command: c.DeleteCheckpoint) -> None:  # noqa: N802
         assert command.number in self.on_storage and command.number != max(self.on_storage)
+        self.storage.request(self.run, command)
         del self.on_storage[command.number]
         assert self.num_to_keep is not None and len(self.on_storage) >= self.num_to_keep
 
@@ -559,7 +564,7 @@ class RunFuzz(RuleBasedStateMachine):
             self._note_uneven_saves()
         if rank.saves_first:
             rank.unscored = call
-        rank.event_queue.append(saved(call, rank.num_reports))
+        rank.event_queue.append(self.steps.save(self.attempts[-1].entered, rank, call))
         if rank.number == 0 and self.stored_every:
             rank.event_queue.append(e.PartHeld(call, 10))
         number = self.attempts[-1].entered.first_number + call
@@ -589,7 +594,9 @@ class RunFuzz(RuleBasedStateMachine):
         self._check()
 
     def _answer(self, succeeds: bool) -> None:
-        manifest = self.in_flight.pop(0).manifest
+        commit = self.in_flight.pop(0)
+        manifest = commit.manifest
+        self.storage.answer(commit, succeeds=succeeds)
         if succeeds:
             self.on_storage[manifest.number] = manifest.iteration
             self.run.feed(c.CheckpointCommitted(manifest))

@@ -28,9 +28,11 @@ class RankGroup:
 
     Args:
         world_size: The number of processes.
+        timeout_s: What they may take for one call.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, timeout_s: float = _TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory()
         self._store = (Path(self._folder.name) / "store").as_uri()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -65,7 +67,7 @@ class RankGroup:
         answers: list[Any] = []
         failures: list[str] = []
         for rank, end in enumerate(self._ends):
-            if not end.poll(5 if failures else _TIMEOUT_S):
+            if not end.poll(5 if failures else self._timeout_s):
                 failures.append(f"rank {rank} does not answer")
                 continue
             is_good, value = end.recv()

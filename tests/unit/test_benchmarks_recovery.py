@@ -84,14 +84,13 @@ def test_incomplete_line_is_ignored(tmp_path: Path) -> None:
 
 def test_each_variant_of_raysgd_has_its_own_row_and_target() -> None:
     seconds = {"ray_train": 12.0, "bare": 2.0, "raysgd_spare": 0.4, "raysgd_replace": 2.7, "raysgd_elastic": 0.6}
-    seconds["raysgd_preloaded"] = 0.9
     document = make_document(kill={system: {"seconds": [value]} for system, value in seconds.items()})
     rows = rows_of(document)
     assert rows["kill_spare"]["cells"]["raysgd"]["value"] == 0.4
     assert rows["kill_spare"]["cells"].keys() == {"ray_train", "bare", "raysgd"}
     assert rows["kill_spare"]["times_better_than_ray_train"] == 30
     met = {key: row["met"] for key, row in rows.items()}
-    assert met == {"kill_spare": True, "kill_elastic": False, "kill_preloaded": True, "kill_replace": False}
+    assert met == {"kill_spare": True, "kill_elastic": False, "kill_replace": False}
 
 
 def test_failed_tries_are_counted_and_listed() -> None:

@@ -91,3 +91,15 @@ def test_columns_are_bounded_and_one_warning_says_so(tmp_path: Path, caplog: pyt
 def test_no_temporary_file_is_left(tmp_path: Path) -> None:
     write(tmp_path, make_result(1), make_result(2, acc=1), make_result(3, lr=1))
     assert [path.name for path in tmp_path.iterdir()] == ["results.csv"]
+
+
+def test_long_lists_and_odd_names_survive_a_new_column(tmp_path: Path) -> None:
+    curve = [1 / (3 + place) for place in range(16_000)]  # longer than csv reads by default
+    odd = {"a,b": 1, 'say "x"': 2, "two\nlines": 3, "": 4, "é": 5, "x" * 300: 6}
+    path = write(tmp_path, *(make_result(i, curve=curve, odd=odd) for i in (1, 2)), make_result(3, late=7, odd=odd))
+    frame = pd.read_csv(path)
+    assert frame["training_iteration"].tolist() == [1, 2, 3]
+    assert [json.loads(text) for text in frame["curve"][:2]] == [curve, curve]
+    assert frame["late"].fillna(-1).tolist() == [-1, -1, 7]
+    for name, value in odd.items():
+        assert frame["odd/" + name.replace("\n", "\\n")].tolist() == [value] * 3

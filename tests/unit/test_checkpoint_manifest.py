@@ -56,7 +56,7 @@ def test_keys_of_format_version_1_are_unchanged() -> None:
     document = json.loads(make(allow_pickle=True).to_json())
     assert " ".join(document) == (
         "format number attempt iteration time_total_s world_size created_s metrics all_ranks is_files trusted "
-        "is_reshardable parts rank_states format_version crc32"
+        "is_reshardable awaits_round parts rank_states format_version crc32"
     )
     assert document["trusted"] is True and Manifest.from_json(changed(trusted=True)).allow_pickle
 

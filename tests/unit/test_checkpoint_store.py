@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -75,10 +76,35 @@ def test_checkpoint_is_listed_once_committed(store: CheckpointStore) -> None:
     assert store.path(3).endswith("checkpoints/checkpoint_000003")
 
 
-def test_amended_checkpoint_keeps_the_parts_on_storage(store: CheckpointStore) -> None:
-    whole = commit(store, 1, rank_states={0: {"n": 1}})
-    store.amend(replace(whole, parts={}, rank_states={}, metrics={"loss": 2.0}))
-    assert store.read(1) == replace(whole, metrics={"loss": 2.0})
+def test_round_of_a_checkpoint_is_read_with_it_and_its_manifest_stays(store: CheckpointStore) -> None:
+    whole = commit(store, 1, rank_states={0: {"n": 1}}, metrics={}, awaits_round=True)
+    before = store.directory(1).read_bytes("manifest.json")
+    known = replace(whole, parts={}, rank_states={}).with_round({"loss": math.nan}, 5000.0)
+    store.write_round(known)
+    assert store.directory(1).read_bytes("manifest.json") == before
+    read = store.read(1)
+    assert math.isnan(read.metrics["loss"])
+    expected = {"iteration": whole.iteration + 1, "metrics": {}, "time_total_s": 5000.0, "awaits_round": False}
+    assert replace(read, metrics={}) == replace(whole, **expected)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "not JSON", "of another attempt", "of another iteration"])
+def test_checkpoint_is_whole_without_its_round(store: CheckpointStore, damage: str) -> None:
+    whole = commit(store, 1, metrics={}, awaits_round=True)
+    known = whole.with_round({"loss": 2.0}, 5000.0)
+    other = {"of another attempt": {"attempt": 9}, "of another iteration": {"iteration": 9}}.get(damage, {})
+    data = replace(known, **other).round_to_json()
+    made = {"cut": data[:-3], "changed": data.replace(b"2.0", b"3.0"), "not JSON": b"{"}.get(damage, data)
+    store.directory(1).write_bytes("round.json", made)
+    assert store.list() == [whole] and store.newest().manifest == whole
+
+
+def test_round_is_not_written_for_a_deleted_checkpoint(store: CheckpointStore) -> None:
+    known = commit(store, 1, metrics={}, awaits_round=True).with_round({}, 0.0)
+    store.delete(1)
+    with pytest.raises(CheckpointNotFoundError, match="checkpoint 1 was deleted"):
+        store.write_round(known)
+    assert store.numbers() == []
 
 
 def test_checkpoints_are_listed_in_order(store: CheckpointStore) -> None:

@@ -29,7 +29,6 @@ def test_the_defaults_are_those_that_are_documented() -> None:
     assert dataclasses.asdict(FailureConfig()) == {
         "max_failures": 3,
         "num_spares": 0,
-        "preload": False,
         "abort_grace_s": 2,
         "heartbeat_timeout_s": 10,
         "callback_timeout_s": 300,

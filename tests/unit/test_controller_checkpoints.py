@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +17,11 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import frames
 from raysgd.controller.checkpoints.coordinator import CheckpointCoordinator
 from raysgd.controller.checkpoints.index import CheckpointIndex, CheckpointReads
-from raysgd.controller.checkpoints.pending import PendingCheckpoints
+from raysgd.controller.checkpoints.pending import PendingCheckpoints, Score
 from raysgd.controller.commands import EmitFrame
+from raysgd.controller.frames import Closing
 from raysgd.controller.run_plan import RunPlan, Start
-from raysgd.session.events import PartFailed, PartSafe, Scored
+from raysgd.session.events import PartFailed, PartSafe
 from support.simulation import part, saved, uri_of
 
 
@@ -265,8 +265,9 @@ def test_copy_of_the_model_counts_once_in_the_metrics_of_a_checkpoint() -> None:
 # -- scores: the round after a save ------------------------------------------------------------------------------------
 
 
-def score(loss: float, call: int = 0) -> Scored:
-    return Scored(call, json.dumps({"loss": loss}).encode(), time_total_s=7.0)
+def score(pending: PendingCheckpoints, rank: int, loss: float) -> None:
+    """Make a rank report the round that the first checkpoint belongs to."""
+    pending.on_reports(rank, 1, [Closing(1, 0, 7.0, {"loss": loss})])
 
 
 def saving(*made: int, **reduce: str) -> PendingCheckpoints:
@@ -281,46 +282,39 @@ def saving(*made: int, **reduce: str) -> PendingCheckpoints:
 
 def test_score_is_complete_when_all_running_ranks_reported() -> None:
     pending = saving(loss="mean")
-    pending.on_event(1, score(3.0))
+    score(pending, 1, 3.0)
     assert pending.pop_scores() == []
-    pending.on_event(0, score(1.0))
+    score(pending, 0, 1.0)
     assert pending.pop_scores() == [(1, {"loss": 2.0}, 7.0)]
     assert pending.pop_scores() == []
 
 
 def test_score_does_not_wait_for_returned_ranks() -> None:
     pending = saving()
-    pending.on_event(0, score(1.0))
+    score(pending, 0, 1.0)
     pending.on_returned(1)
     assert pending.pop_scores() == [(1, {"loss": 1.0}, 7.0)]
 
 
 def test_score_of_some_ranks_is_complete_when_the_attempt_ends() -> None:
     pending = saving(loss="mean")
-    pending.on_event(1, score(3.0))
+    score(pending, 1, 3.0)
     assert pending.pop_scores() == []
     assert pending.pop_scores(is_over=True) == [(1, {"loss": 3.0}, 7.0)]
 
 
 def test_score_after_the_end_of_the_attempt_does_not_give_a_second_round() -> None:
     pending = saving(loss="mean")
-    pending.on_event(1, score(3.0))
+    score(pending, 1, 3.0)
     assert pending.pop_scores(is_over=True) == [(1, {"loss": 3.0}, 7.0)]
-    pending.on_event(0, score(1.0))
+    score(pending, 0, 1.0)
     assert pending.pop_scores() == []
-
-
-def test_round_without_a_score_is_counted() -> None:
-    pending = saving()
-    pending.on_event(0, Scored(0, None))
-    pending.on_event(1, Scored(0, None))
-    assert pending.pop_scores() == [(1, None, 0.0)]
 
 
 def test_score_before_its_checkpoint_is_kept_until_commit() -> None:
     pending = pending_checkpoints()
     for rank in range(2):
-        pending.on_event(rank, score(1.0))
+        score(pending, rank, 1.0)
     assert pending.pop_scores() == []
     for rank in range(2):
         pending.on_event(rank, saved())
@@ -331,7 +325,7 @@ def test_score_before_its_checkpoint_is_kept_until_commit() -> None:
 
 def test_score_before_its_checkpoint_is_kept_when_the_attempt_ends() -> None:
     pending = pending_checkpoints()
-    pending.on_event(0, score(1.0))
+    score(pending, 0, 1.0)
     assert pending.pop_scores(is_over=True) == []
     for rank in range(2):
         pending.on_event(rank, saved())
@@ -342,12 +336,12 @@ def test_score_before_its_checkpoint_is_kept_when_the_attempt_ends() -> None:
 
 def test_score_excludes_rank_that_saved_after_its_report() -> None:
     pending = saving(1, 0)
-    pending.on_event(1, score(3.0))
+    score(pending, 1, 3.0)
     assert pending.pop_scores() == []
     pending.on_returned(0)
     assert pending.pop_scores() == [], "its report belongs to the round that the checkpoint already counts"
     pending = saving(1, 0)
-    pending.on_event(0, score(1.0))
+    score(pending, 0, 1.0)
     assert pending.pop_scores() == [(1, {"loss": 1.0}, 7.0)]
 
 
@@ -443,42 +437,42 @@ def test_next_attempt_starts_from_newest_checkpoint_not_the_best() -> None:
 def test_retention_uses_scores_that_arrive_after_the_commit() -> None:
     checkpoint_index = CheckpointIndex(Start(), RetentionPolicy(1, "acc"))
     checkpoint_index.add(manifest(1))
-    amended = checkpoint_index.score(1, {"acc": 0.9})
-    assert amended is not None
-    assert (amended.metrics, amended.iteration) == ({"acc": 0.9}, 2)
+    scored = checkpoint_index.score(Score(1, {"acc": 0.9}, 0.0))
+    assert scored is not None
+    assert (scored.metrics, scored.iteration) == ({"acc": 0.9}, 2)
     checkpoint_index.add(manifest(2))
-    checkpoint_index.score(2, {"acc": 0.1})
+    checkpoint_index.score(Score(2, {"acc": 0.1}, 0.0))
     assert checkpoint_index.add(manifest(3))[1] == [2]
 
 
 def test_score_before_its_checkpoint_is_applied_at_commit() -> None:
     checkpoint_index = CheckpointIndex(Start(), RetentionPolicy())
-    assert checkpoint_index.score(1, {"acc": 0.9}, 5000.0) is None
+    assert checkpoint_index.score(Score(1, {"acc": 0.9}, 5000.0)) is None
     shown, _ = checkpoint_index.add(manifest(1))
     assert (shown.metrics, shown.iteration, shown.time_total_s) == ({"acc": 0.9}, 2, 5000.0)
 
 
 def test_score_is_dropped_when_a_later_attempt_reuses_the_number() -> None:
     checkpoint_index = CheckpointIndex(Start(), RetentionPolicy())
-    checkpoint_index.score(1, {"acc": 0.9})
+    checkpoint_index.score(Score(1, {"acc": 0.9}, 0.0))
     checkpoint_index.forget_scores()
     shown, _ = checkpoint_index.add(manifest(1))
     assert (shown.metrics, shown.iteration) == ({}, 1)
 
 
-def test_round_without_a_score_keeps_the_checkpoint_metrics() -> None:
+def test_round_of_a_checkpoint_with_metrics_of_its_own_keeps_them() -> None:
     checkpoint_index = CheckpointIndex(Start(), RetentionPolicy())
     checkpoint_index.add(manifest(1, acc=0.5))
-    amended = checkpoint_index.score(1, None)
-    assert amended is not None
-    assert (amended.metrics, amended.iteration) == ({"acc": 0.5}, 2)
+    scored = checkpoint_index.score(Score(1, {"acc": 0.9}, 0.0))
+    assert scored is not None
+    assert (scored.metrics, scored.iteration) == ({"acc": 0.5}, 2)
 
 
 def test_score_of_a_deleted_checkpoint_is_ignored() -> None:
     checkpoint_index = CheckpointIndex(Start(), RetentionPolicy(1))
     checkpoint_index.add(manifest(1))
     checkpoint_index.add(manifest(2))
-    assert checkpoint_index.score(1, {"acc": 0.9}) is None
+    assert checkpoint_index.score(Score(1, {"acc": 0.9}, 0.0)) is None
 
 
 # -- announcements of saves that are not on storage yet ----------------------------------------------------------------

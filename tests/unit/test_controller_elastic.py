@@ -9,11 +9,16 @@ import pytest
 
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
-from raysgd.controller.machine.lifecycle import SAVE_POINT_GRACE_S
-from raysgd.controller.machine.regrouping import AGAIN_S, GROWS, REACH_S
-from raysgd.controller.policies.scaling import MIN_PAUSE_S, SETTLE_S
+from raysgd.controller.machine.regrouping import GROWS
 from raysgd.session import events as e
 from support.simulation import SimulatedRun, finish, kill, part, running, saved, uri_of
+
+#: Promised numbers, written out.
+SAVE_POINT_GRACE_S = 30.0
+AGAIN_S = 1.0
+REACH_S = 2.0
+MIN_PAUSE_S = 10.0
+SETTLE_S = 1.0
 
 
 def run_before_save_point(num_ranks: int = 2, **settings: Any) -> SimulatedRun:
@@ -156,11 +161,12 @@ def test_checkpoint_of_all_ranks_prevents_growth() -> None:
     reach(run)
     run.commit()
     assert not ended(run) and not run.has_save_point
+    (warning,) = run.events("warning")
+    assert "all_ranks=True" in warning["message"]
     run.feed(c.JoiningWorkerReady())
     run.advance(60)
     assert run.num_save_points == 1
-    (warning,) = run.events("warning")
-    assert "all_ranks=True" in warning["message"]
+    assert run.events("warning") == [warning]
     kill(run)
     assert run.keeps_size
 

@@ -6,10 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.controller.policies import hang as hang_policy
-from raysgd.controller.policies.hang import AUTO_FACTOR, AUTO_MIN_S, Hang, HangPolicy, blame
+from raysgd.controller.policies.hang import Hang, HangPolicy, blame
 from raysgd.session.progress import Heartbeat, Progress
 from raysgd.workers.liveness.silence import BUSY_SHARE
 from support.project import ROOT
+
+#: Promised numbers, written out.
+AUTO_FACTOR = 10.0
+AUTO_MIN_S = 60.0
 
 TIMEOUT_S = 10.0
 
@@ -110,6 +114,50 @@ def test_silent_worker_on_unreachable_node_is_lost() -> None:
     watched.on_unreachable(1)
     (hang,) = watched.find_hangs(10.5)
     assert (hang.rank, hang.kind) == (1, "lost") and "node" in hang.why
+
+
+def test_lost_ranks_that_nothing_can_replace_are_waited_for() -> None:
+    watched = HangPolicy(TIMEOUT_S, 5.0, range(3), 0.0, wait_s=120.0)
+    for rank in (0, 1):
+        watched.on_unreachable(rank)
+    watched.on_heartbeat(2, inside(7, idle_s=100.0), 125.0)
+    assert watched.cut_off(10.5) == [0, 1] and watched.cut_off(9.5) == []
+    assert watched.find_hangs(129.0, can_replace=False) == [], "rank 2 waits for them in a collective"
+    assert kinds(watched.find_hangs(129.0)) == [(0, "lost"), (1, "lost")]
+    assert kinds(watched.find_hangs(131.0, can_replace=False)) == [(0, "lost"), (1, "lost")], "not for ever"
+
+
+def test_ranks_of_silent_nodes_are_known_before_they_are_lost() -> None:
+    watched = policy(ranks=3)
+    watched.on_heartbeat(2, Heartbeat(), 5.0)
+    watched.on_unreachable(0)
+    watched.on_process_checked(1, 1.0, 0.0, False, 5.0)
+    assert watched.unreachable(6.0) == [0] and watched.find_hangs(6.0) == []
+    watched.on_heartbeat(0, Heartbeat(), 7.0)
+    assert watched.unreachable(7.5) == []
+    watched.remove(0)
+    assert watched.watched == {1, 2}
+
+
+def test_stopped_rank_is_killed_while_lost_ones_are_waited_for() -> None:
+    watched = HangPolicy(TIMEOUT_S, None, range(2), 0.0, wait_s=120.0)
+    watched.on_unreachable(0)
+    watched.on_process_checked(1, 1.0, 0.0, True, 9.0)
+    assert kinds(watched.find_hangs(11.0, can_replace=False)) == [(1, "silent")]
+
+
+def test_worker_that_was_cut_off_has_as_long_again_to_answer() -> None:
+    """Its answer is sent again by TCP, whose pauses have doubled during the cut."""
+    watched = policy(ranks=1)
+    watched.on_process_checked(0, 1.0, 0.0, False, 4.0)
+    watched.on_unreachable(0)
+    for now in (25.0, 30.0, 45.0):
+        watched.on_process_checked(0, 1.0, 0.0, False, now)
+        assert watched.find_hangs(now + 1) == [] and watched.cut_off(now + 1) == []
+    watched.on_process_checked(0, 1.0, 0.0, False, 51.0)
+    assert watched.find_hangs(52.0) == []
+    watched.on_process_checked(0, 1.0, 0.0, False, 53.0)
+    assert kinds(watched.find_hangs(53.0)) == [(0, "silent")]
 
 
 def test_heartbeat_clears_suspicion() -> None:

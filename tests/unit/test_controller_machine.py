@@ -7,8 +7,6 @@ import pytest
 from raysgd.config import FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
-from raysgd.controller.machine.lifecycle import EXPLAIN_S, GATHER_S
-from raysgd.controller.policies.failure import MAX_RESTART_DELAY_S, RESTART_DELAY_S
 from raysgd.controller.run_plan import Start
 from raysgd.controller.states import Running
 from raysgd.session import events as e
@@ -27,6 +25,12 @@ from support.simulation import (
     saved,
     uri_of,
 )
+
+#: Promised numbers, written out.
+EXPLAIN_S = 5.0
+GATHER_S = 0.05
+MAX_RESTART_DELAY_S = 5.0
+RESTART_DELAY_S = 0.2
 
 # -- successful runs ---------------------------------------------------------------------------------------------------
 

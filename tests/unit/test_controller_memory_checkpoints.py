@@ -15,7 +15,7 @@ from raysgd.controller import commands as c
 from raysgd.controller.checkpoints.memory import MemoryCheckpoints
 from raysgd.session import events as e
 from support.poll import turn_loop
-from support.simulation import SimulatedRun, failed, finish, kill, part, reports, running, saved, uri_of
+from support.simulation import SimulatedRun, failed, finish, kill, part, running, saved, scoring, uri_of
 
 MEMORY_ALONE = CheckpointConfig(storage_interval=100)
 
@@ -173,7 +173,7 @@ def test_memory_checkpoint_saved_before_its_report_belongs_to_next_round() -> No
     run = running(checkpoint_config=MEMORY_ALONE)
     hold(run, 0, 0)  # a loop that saves first
     for rank in range(2):
-        run.deliver(rank, reports(0), e.Scored(0, b'{"loss": 1}'))
+        run.deliver(rank, scoring({"loss": 1}))
     finish(run)
     store(run)
     assert run.emitted("checkpoint")[-1].data["iteration"] == 1

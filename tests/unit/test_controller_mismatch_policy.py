@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.backends.flight_recorder import Collective
-from raysgd.controller.policies.mismatch import WARN_AFTER_S, Mismatch, MismatchPolicy
+from raysgd.controller.policies.mismatch import Mismatch, MismatchPolicy
 from raysgd.session.progress import Heartbeat
 from raysgd.workers.orders import Position
+
+#: Promised numbers, written out.
+WARN_AFTER_S = 30.0
 
 TIMEOUT_S = 60.0
 TICK_S = 5.0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from raysgd.controller import commands as c
-from raysgd.controller.machine.lifecycle import GATHER_S
 from raysgd.session import events as e
 from support.simulation import RETURNED, broken, failed, running
+
+#: Promised numbers, written out.
+GATHER_S = 0.05
 
 
 def test_ranks_that_wait_without_hope_end_the_run_and_are_not_retried() -> None:

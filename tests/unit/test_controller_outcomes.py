@@ -9,7 +9,6 @@ import pytest
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
-from raysgd.controller.machine.lifecycle import EXPLAIN_S, GATHER_S
 from raysgd.controller.rounds import RoundMerger
 from raysgd.controller.run_plan import Start
 from raysgd.controller.states import Closing, Ending, Preparing, has_succeeded
@@ -25,8 +24,13 @@ from support.simulation import (
     reports,
     running,
     saved,
+    scoring,
     uri_of,
 )
+
+#: Promised numbers, written out.
+EXPLAIN_S = 5.0
+GATHER_S = 0.05
 
 # -- stopping ----------------------------------------------------------------------------------------------------------
 
@@ -402,9 +406,10 @@ def test_checkpoint_saved_before_its_report_belongs_to_next_round() -> None:
     run = running(1, checkpoint_config=CheckpointConfig(score_attribute="loss"))
     run.deliver(0, saved(0, 0), part())
     run.commit()
-    run.deliver(0, reports(0), e.Scored(0, b'{"loss": 0.5}'))
-    (amended,) = [command for command in run.all_of(c.CommitCheckpoint) if command.amend]
-    assert (amended.manifest.metrics, amended.manifest.iteration) == ({"loss": 0.5}, 1)
+    run.deliver(0, scoring({"loss": 0.5}))
+    assert [(each.manifest.metrics, each.manifest.iteration) for each in run.all_of(c.CommitCheckpoint)] == [({}, 0)]
+    (written,) = run.all_of(c.WriteRound)
+    assert (written.manifest.metrics, written.manifest.iteration) == ({"loss": 0.5}, 1)
     assert [frame.data["metrics"] for frame in run.emitted(frames.CHECKPOINT_SCORED)] == [{"loss": 0.5}]
     kill(run)
     run.ready()
@@ -413,11 +418,11 @@ def test_checkpoint_saved_before_its_report_belongs_to_next_round() -> None:
 
 def test_score_that_arrives_during_commit_is_kept() -> None:
     run = running(1)
-    run.deliver(0, saved(0, 0), part(), reports(0), e.Scored(0, b'{"loss": 0.5}'))
+    run.deliver(0, saved(0, 0), part(), scoring({"loss": 0.5}))
     run.commit()
     (frame,) = run.emitted(frames.CHECKPOINT)
     assert frame.data["metrics"] == {"loss": 0.5}
-    assert [command.amend for command in run.all_of(c.CommitCheckpoint)] == [False, True]
+    assert len(run.all_of(c.CommitCheckpoint)) == len(run.all_of(c.WriteRound)) == 1
 
 
 # -- save calls that do not match --------------------------------------------------------------------------------------

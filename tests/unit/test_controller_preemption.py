@@ -8,11 +8,14 @@ import pytest
 
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
-from raysgd.controller.machine.lifecycle import GATHER_S
-from raysgd.controller.machine.regrouping import AGAIN_S, LEAVE_S
-from raysgd.controller.policies.scaling import SETTLE_S
 from raysgd.session import events as e
 from support.simulation import SimulatedRun, broken, failed, finish, running, saved, uri_of
+
+#: Promised numbers, written out.
+GATHER_S = 0.05
+AGAIN_S = 1.0
+LEAVE_S = 5.0
+SETTLE_S = 1.0
 
 GRACE_S = FailureConfig().preemption_grace_s
 SAW_STOP = e.Returned(b"value", 5, saw_stop=True)

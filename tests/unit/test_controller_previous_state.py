@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import pyarrow.fs
 import pytest
 
+from raysgd.checkpoint.format.manifest import Manifest
+from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
 from raysgd.checkpoint.storage.storage import Storage
+from raysgd.checkpoint.store import part_prefix
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.frame_log import FrameLog
@@ -18,6 +22,7 @@ from raysgd.controller.journal.journal import Journal, stored_frames
 from raysgd.controller.run.run_files import RunFiles
 from raysgd.controller.run_plan import SEQ_GAP, AttemptRecord, build_previous_state
 from raysgd.controller.states import Outcome
+from raysgd.trainer.run_folder import load_run
 
 
 @pytest.fixture(params=["disk", "object store"])
@@ -86,8 +91,61 @@ def test_truncated_line_does_not_affect_next_line(tmp_path: Path) -> None:
 def test_empty_folder_has_no_previous_state(storage: Storage) -> None:
     storage.make_dirs()
     assert Journal(storage).reopen() == ([], -1)
-    past = RunFiles(storage, frozenset(), print).previous()
-    assert (past.attempt, past.is_open, past.manifests, past.published) == (0, False, (), None)
+    past = RunFiles(storage, frozenset(), print).previous({})
+    assert (past.attempt, past.open_attempts, past.manifests, past.published) == (0, {}, (), None)
+
+
+def saving_first(num_frames: int) -> list[Frame]:
+    """Return the first frames of a run of two ranks that saves before it reports; its checkpoint 3 is of the second save."""
+    rows = {0: b'[[0.0,7.0,{"loss":1.0}],[0.0,8.0,{"loss":0.5}]]', 1: b'[[0.0,7.0,{"loss":3.0}]]'}
+    closing = [
+        Frame(8, frames.REPORTS, 4, 0, {"first": 1, "count": 2, "closes": [[1, 3]]}, rows[0]),
+        Frame(9, frames.REPORTS, 4, 1, {"first": 1, "count": 1, "closes": [[1, 3]]}, rows[1]),
+    ]
+    return [
+        event(0, "run_start"),
+        attempt(1, 4, before=10),
+        Frame(2, frames.SAVING, 4, data={"number": 2, "iteration": 11}),
+        *(
+            Frame(
+                3 + rank,
+                frames.REPORTS,
+                4,
+                rank,
+                {"first": 0, "count": 1, "closes": [[0, 2]]},
+                b'[[0.0,0.0,{"loss":9}]]',
+            )
+            for rank in range(2)
+        ),
+        Frame(5, frames.CHECKPOINT, 4, data={"number": 2, "uri": "", "iteration": 11, "metrics": {"loss": 9}}),
+        Frame(6, frames.SAVING, 4, data={"number": 3, "iteration": 12}),
+        event(7, "sample"),
+        *closing,
+        Frame(
+            10, frames.CHECKPOINT_SCORED, 4, data={"number": 3, "uri": "", "iteration": 12, "metrics": {"loss": 2.0}}
+        ),
+    ][:num_frames]
+
+
+@pytest.mark.parametrize("num_frames", range(7, 12))
+def test_round_of_the_newest_checkpoint_is_what_the_journal_says(storage: Storage, num_frames: int) -> None:
+    """The TrainerActor died after any write; the last frame on storage is one of those after the commit."""
+    write(storage, *saving_first(num_frames))
+    files = RunFiles(storage, frozenset(), print)
+    part = {0: take_snapshot({"n": 1}, StagingPool(1)).write(files.store.directory(3), part_prefix(4, 0))}
+    fields = {"time_total_s": 5.0, "world_size": 2, "created_s": 1.0, "awaits_round": True}
+    files.store.commit(Manifest(number=3, attempt=4, iteration=11, parts=part, **fields))  # type: ignore[arg-type]
+    if num_frames == 11:
+        files.store.write_round(files.store.read(3).with_round({"loss": 2.0}, 7.0))
+    storage.write_bytes("run.json", json.dumps({"reduce": {"loss": "mean"}}).encode())
+    expected = {7: (11, {}), 8: (11, {}), 9: (12, {"loss": 1.0}), 10: (12, {"loss": 2.0}), 11: (12, {"loss": 2.0})}
+    if storage.is_local:
+        (loaded,) = load_run(storage.uri).checkpoints
+        assert (loaded.iteration, loaded.metrics) == expected[num_frames]
+    (found,) = files.previous({"loss": "mean"}).manifests
+    assert (found.iteration, found.metrics) == expected[num_frames]
+    assert found.time_total_s == (5.0 if found.awaits_round else 7.0)
+    assert files.store.read(3) == found, "the next reader need not look for it"
 
 
 def test_only_what_a_failed_flush_left_counts_as_lost(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,15 +179,15 @@ def test_last_attempt_is_open_until_its_end_is_recorded() -> None:
         attempt(2, 2, before=7, size=3),
     ]
     past = build_previous_state(read_frames, 9, [], 4)
-    assert (past.attempt, past.is_open, past.iterations_before, past.size) == (2, True, 7, 3)
+    assert (past.attempt, past.open_attempts, past.size) == (2, {2: 7}, 3)
     assert (past.next_seq, past.last_number) == (9 + SEQ_GAP, 4)
-    assert not build_previous_state(read_frames[:2], 1, [], 0).is_open
+    assert build_previous_state(read_frames[:2], 1, [], 0).open_attempts == {}
 
 
 def test_attempt_record_adds_attempt_missing_from_journal() -> None:
     past = build_previous_state([attempt(0)], 0, [], 0)
     later = past.up_to(AttemptRecord("id", 2, world_size=3, iterations_before=5))
-    assert (later.attempt, later.is_open, later.size, later.iterations_before) == (2, True, 3, 5)
+    assert (later.attempt, later.open_attempts, later.size) == (2, {1: 0, 2: 5}, 3)
     assert past.up_to(AttemptRecord("id", 1, 9, 9)) == past.up_to(None) == past
 
 

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.controller.policies.scaling import FLAP_S, MAX_PAUSE_S, MIN_PAUSE_S, SETTLE_S, ScalingPolicy
+from raysgd.controller.policies.scaling import ScalingPolicy
+
+#: Promised numbers, written out.
+FLAP_S = 60.0
+MAX_PAUSE_S = 300.0
+MIN_PAUSE_S = 10.0
+SETTLE_S = 1.0
 
 TIMES = st.floats(0, 1e6)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 
 from raysgd.config import CheckpointConfig
 from raysgd.controller.commands import DeleteCheckpoint
-from raysgd.session.events import Scored
-from support.simulation import SimulatedRun, finish, part, previous_state_of, reports, running, saved
+from support.simulation import SimulatedRun, finish, part, previous_state_of, reports, running, saved, scoring
 
 
 def save_scored(order: str, *metrics: dict[str, Any] | None, num_to_keep: int | None = 1) -> SimulatedRun:
@@ -22,7 +20,7 @@ def save_scored(order: str, *metrics: dict[str, Any] | None, num_to_keep: int | 
         if order == "save first":
             run.deliver(0, saved(call, call), part(call))
             run.commit()
-            run.deliver(0, reports(call), Scored(call, json.dumps(each).encode()))
+            run.deliver(0, scoring(each or {}, call))
         else:
             run.deliver(0, reports(call), saved(call, call + 1, each), part(call))
             run.commit()

@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.controller.policies.straggler import (
-    ALIKE_SHARE,
-    MAX_WINDOW_S,
-    MIN_EXCESS_S,
-    NUM_WINDOWS,
-    SLOW_FACTOR,
-    WINDOW_S,
-    WINDOW_STEPS,
-    Straggler,
-    StragglerPolicy,
-)
+from raysgd.controller.policies.straggler import Straggler, StragglerPolicy
 from raysgd.session.progress import Heartbeat, Spent
+
+#: Promised numbers, written out.
+ALIKE_SHARE = 0.1
+MAX_WINDOW_S = 300.0
+MIN_EXCESS_S = 0.005
+NUM_WINDOWS = 3
+SLOW_FACTOR = 1.5
+WINDOW_S = 30.0
+WINDOW_STEPS = 20
 
 PHASES = ("compute", "data", "checkpoint")
 

@@ -22,13 +22,17 @@ from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.frame_log import RoundCount
-from raysgd.controller.policies.mismatch import WARN_AFTER_S, MismatchPolicy
-from raysgd.controller.policies.straggler import WINDOW_STEPS, StragglerPolicy, _Others
+from raysgd.controller.policies.mismatch import MismatchPolicy
+from raysgd.controller.policies.straggler import StragglerPolicy, _Others
 from raysgd.controller.rounds import RoundMerger
 from raysgd.session.progress import Heartbeat, Spent
 from raysgd.workers.group.ranks import assign_visible_gpus
 from raysgd.workers.orders import Position, WorkerInfo
 from support.simulation import SimulatedRun, part, running, saved
+
+#: Promised numbers, written out.
+WARN_AFTER_S = 30.0
+WINDOW_STEPS = 20
 
 RANKS = 1000
 

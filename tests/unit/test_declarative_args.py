@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from raysgd.declarative import CheckpointConfig, ModelConfig, TrainerArgs, load_args
-from raysgd.declarative.args import HOOKS, HookConfig, HookMapConfig
+from raysgd.declarative.args import HOOKS, FieldError, HookConfig, HookMapConfig
 from raysgd.declarative.reading import Tree, args_of, as_values, merge
 from raysgd.declarative.searching import _space_of, check_search
 from raysgd.errors import ConfigError
@@ -397,3 +398,9 @@ def test_keys_of_an_argument_that_is_a_dict_may_be_numbers(tmp_path: Path) -> No
 def test_reduced_inputs_need_reduced_parameters() -> None:
     with pytest.raises(ConfigError, match="inputs in bf16 do not go with parameters in fp32; give param: bf16 too"):
         args_of({**SMALL, "precision": {"input": "bf16"}})
+
+
+def test_mistake_keeps_its_place_on_the_way_from_a_worker() -> None:
+    error = pickle.loads(pickle.dumps(FieldError(("dataset", "type"), "there is no such class")))
+    assert isinstance(error, FieldError)
+    assert error.path == ("dataset", "type") and str(error) == "there is no such class"

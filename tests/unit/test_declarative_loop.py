@@ -21,7 +21,7 @@ from raysgd.engine.config import EngineConfig
 from raysgd.errors import ConfigError
 from raysgd.session.rank_state import seed_generators
 from support import declared
-from support.declared_runs import MLP, STEPS, assert_equal, numbers, run, training
+from support.declared_runs import MLP, RISING, STEPS, assert_equal, numbers, run, training
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -181,10 +181,12 @@ def test_max_val_steps_limits_the_validation() -> None:
     assert run(values)[0]["val_loss"] == 1.5
 
 
-def test_a_validation_does_not_change_the_training(tmp_path: Path) -> None:
-    plain = run(training(max_epochs=2))[1]
-    validated = run(training(max_epochs=2, val_every_n_train_steps=1, dataset__val_args={"dim": 4, "size": 5}))[1]
-    assert_equal(plain, validated)
+@pytest.mark.parametrize("noise", ["", "torch", "random", "numpy"])
+def test_a_validation_does_not_change_the_training(noise: str) -> None:
+    settings = {"max_epochs": 2, "dataset__train_args": {"dim": 4, "size": 21, "noise": noise}}
+    plain = run(training(**settings))[1]
+    rows = {"dim": 4, "size": 5, "noise": noise}  # a validation draws for them
+    assert_equal(plain, run(training(**settings, val_every_n_train_steps=1, dataset__val_args=rows))[1])
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
@@ -418,6 +420,38 @@ def test_a_scheduler_follows_the_loss(interval: str, monkeypatch: pytest.MonkeyP
     plateau = {"type": "torch.optim.lr_scheduler.ReduceLROnPlateau", "args": {"patience": 0, "threshold": 10.0}}
     run(training(max_epochs=3, lr_scheduler={**plateau, "interval": interval}, dataset__val_args={"dim": 4, "size": 3}))
     assert reported[-1]["lr"] < reported[0]["lr"] == 0.01
+
+
+PLATEAU = {
+    "type": "torch.optim.lr_scheduler.ReduceLROnPlateau",
+    "args": {"patience": 0, "factor": 0.5, "threshold": 0.0},
+    "interval": "step",
+}
+
+
+def test_a_scheduler_gets_the_loss_of_the_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = _reports(monkeypatch)
+    losses = [5.0, 4.0, 6.0, 3.0, 4.0, 2.0]  # the third and the fifth are not better than the best
+    run(numbers(losses, max_train_steps=6, model__type="support.declared.Given", lr_scheduler=PLATEAU))
+    assert [each["train_loss"] for each in reported] == losses
+    assert [each["lr"] for each in reported] == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25]
+
+
+def test_a_scheduler_gets_validation_losses_alone_also_after_a_resume(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[float] = []
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    monkeypatch.setattr(plateau, "step", lambda self, loss, epoch=None: given.append(loss))
+    values = numbers([1.0, 2.0], max_epochs=4, lr_scheduler=PLATEAU, optimizer=RISING)
+    values |= {"dataset": {**values["dataset"], "val_args": {"values": [1.0]}}, "val_every_n_train_steps": 2}
+    run({**values, "max_train_steps": 6}, tmp_path)
+    whole = list(given)
+    given.clear()
+    run({**values, "max_train_steps": 2}, tmp_path / "resumed")
+    run({**values, "max_train_steps": 6}, tmp_path / "resumed")
+    assert given == whole and len(whole) == 5  # there is none before the first validation, after step 2
+    assert whole[0] == whole[1] < whole[2] == whole[3] < whole[4]
 
 
 def test_an_own_sampler_draws_the_same_whatever_the_generators_are(tmp_path: Path) -> None:

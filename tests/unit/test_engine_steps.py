@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import raysgd
 from raysgd.engine.gradients import HostFlag, global_norm
 from raysgd.engine.optimizer_parameters import OptimizerNumbers
+from raysgd.engine.optimizer_shards import OptimizerShards
 from raysgd.engine.precision import LossScale
 from raysgd.engine.tensor_parallel.placements import fsdp_shard_placement
 from raysgd.errors import ConfigError, UsageError
@@ -288,9 +289,13 @@ def test_scale_of_a_run_without_fp16_is_not_restored() -> None:
 
 def test_restored_optimizer_keeps_its_own_kernels() -> None:
     model = make_model()
-    saved = torch.optim.Adam(model.parameters(), lr=0.5)
+    saved = torch.optim.Adam(model.parameters(), lr=0.1)
     own = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
-    OptimizerNumbers(own).load(own, OptimizerNumbers(saved).state_of(saved))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    numbers = [OptimizerNumbers(each, names) for each in (own, saved)]
+    saved.param_groups[0]["lr"] = 0.5
+    shards = OptimizerShards([], None)
+    numbers[0].load(own, numbers[1].state_of(saved), numbers[1].describe(saved), shards)
     assert (own.param_groups[0]["lr"], own.param_groups[0]["fused"]) == (0.5, True)
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import raysgd
 from raysgd.data.sources.resolve import resolve_datasets
 from raysgd.errors import AttemptEnded, CheckpointError, ConfigError, SessionError
-from raysgd.session import rank_state
+from raysgd.session import context, rank_state
 from raysgd.session.base import Identity
 from raysgd.session.event_queue import EventQueue
 from raysgd.session.worker import Codec, WorkerSession
@@ -299,3 +299,12 @@ def test_rows_are_released_after_train_func() -> None:
     session_in_run.close()
     gc.collect()
     assert held() is None
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_epoch_ends_with_a_loop_that_a_framework_leaves_at_the_last_batch(num_batches: int) -> None:
+    with raysgd.local(dataset=numbers(4)):
+        loop = take(raysgd.get_dataset(), num_batches)
+        context.acting().end_epochs(only_finished=True)
+        assert raysgd.get_dataset().get_split().epoch == (1 if num_batches == 2 else 0)
+        del loop

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from raysgd._util.json import decode_rows
 from raysgd.errors import MetricError
 from raysgd.session.event_queue import EventQueue, encode_rows
-from raysgd.session.events import PartSafe, Reports, Scored, Warned, WorkerEvent
+from raysgd.session.events import PartSafe, Reports, Saved, Warned, WorkerEvent
 from raysgd.session.metrics import Deferred
 
 NEVER_S = 3600.0  # a test that waits for this fails by its timeout
@@ -276,6 +276,28 @@ def test_settle_waits_for_all_metrics_and_raises_the_unreadable_one() -> None:
 
 def test_unreadable_score_of_a_checkpoint_is_reported() -> None:
     event_queue = EventQueue(0)
-    event_queue.put_with_metrics(Scored(0, None), {"loss": broken()})
-    assert event_queue.drain(NEVER_S) == [Scored(0, None)]
+    saved = Saved(0, 0, 0.0, all_ranks=False, is_files=False, allow_pickle=False, metrics=None)
+    event_queue.put_with_metrics(saved, {"loss": broken()})
+    assert event_queue.drain(NEVER_S) == [saved]
     assert event_queue.unreadable is not None and event_queue.unreadable.key == "loss"
+
+
+def test_report_that_a_checkpoint_belongs_to_is_marked_by_its_number() -> None:
+    event_queue = EventQueue(0)
+    for n in range(5):
+        event_queue.put_report((1000.0, 0.0, {"n": n}), {1: 7, 3: 8}.get(n))
+        if n == 1:
+            event_queue.put(Warned("between two batches"))
+    first, _, second = event_queue.drain(NEVER_S)
+    assert isinstance(first, Reports) and isinstance(second, Reports)
+    assert (first.first, first.closes) == (0, ((1, 7),))
+    assert (second.first, second.closes) == (2, ((3, 8),))
+    assert json.loads(second.rows) == [[1000.0, 0.0, {"n": n}] for n in (2, 3, 4)]
+
+
+def test_unreadable_report_closes_no_checkpoint() -> None:
+    event_queue = EventQueue(0)
+    event_queue.put_report((1000.0, 0.0, {"n": 0}), 1)
+    event_queue.put_report((1000.0, 0.0, {"n": broken()}), 2)
+    (made,) = event_queue.drain(NEVER_S)
+    assert isinstance(made, Reports) and (made.count, made.closes) == (1, ((0, 1),))

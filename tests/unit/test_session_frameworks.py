@@ -55,6 +55,19 @@ def test_variable_is_reported_with_its_value_at_the_call() -> None:
     assert read_deferred(copied) == {"x": 1.0}
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int32", "bool"])
+@pytest.mark.parametrize("is_replicated", [False, True])
+def test_array_that_is_donated_after_the_call_is_reported(kind: str, is_replicated: bool) -> None:
+    scalar = jnp.asarray(1, kind)
+    if is_replicated:
+        mesh = jax.make_mesh((1,), ("data",))
+        scalar = jax.device_put(scalar, jax.NamedSharding(mesh, jax.P()))
+    copied = copy_metrics({"x": scalar, "more": [scalar]})
+    jax.jit(lambda value: value ^ value if kind == "bool" else value * 0, donate_argnums=0)(scalar)
+    scalar.delete()
+    assert read_deferred(copied) == {"x": 1, "more": [1]}
+
+
 @pytest.mark.parametrize("name", NONE)
 def test_value_that_is_not_a_number_is_named(name: str) -> None:
     with pytest.raises(MetricError, match=r"report\(x=\.\.\.\) got a .*not a metric"):

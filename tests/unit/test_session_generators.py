@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.session.rank_state import capture_generators, restore_generators, seed_generators
+from raysgd.session.rank_state import (
+    capture_generators,
+    make_deterministic,
+    restore_generators,
+    seed_generators,
+    use_one_thread,
+)
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "python": lambda: [random.random(), random.gauss(0, 1), random.randrange(10**6)],
@@ -111,3 +118,25 @@ def test_generator_without_a_saved_state_is_unchanged() -> None:
     restore_generators({"python": capture_generators()["python"]})
     restore_generators({})
     assert DRAWS["torch"]() == expected
+
+
+def test_deterministic_training_has_deterministic_kernels_and_adds_in_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is removed at the end
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        make_deterministic()
+        use_one_thread()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(num_threads)

@@ -51,6 +51,22 @@ def test_time_up_to_the_last_step_is_divided_into_parts(calls: list[tuple[str, f
     assert progress.heartbeat(is_inside=True).spent == pytest.approx(expected)
 
 
+def test_idle_time_is_since_the_newest_call_and_the_longest_pause_between_two_calls() -> None:
+    clock = Clock()
+    progress = Progress(clock)
+    progress.enter()
+    for seconds, call in (
+        (50, "report"),
+        (7, "barrier"),
+        (2, "report"),
+    ):  # 50 s before the first call
+        clock.now += seconds
+        progress.mark(call)
+    clock.now += 1
+    heartbeat = progress.heartbeat(is_inside=True)
+    assert (heartbeat.calls, heartbeat.idle_s, heartbeat.longest_pause_s, heartbeat.phase) == (3, 1, 7, "report")
+
+
 def test_nested_stopwatch_counts_once() -> None:
     clock = Clock()
     watch = Progress(clock).data

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -307,3 +308,16 @@ def test_checksums_differ_by_one_bit() -> None:
         model[0].weight[0, 0] = torch.nextafter(model[0].weight[0, 0], torch.tensor(9.0))
     after = raysgd.torch.checksums(model)
     assert [name for name in before if before[name] != after[name]] == ["checksum/0.weight"]
+
+
+def test_checkpoint_within_an_epoch_has_the_rows_of_the_steps_that_were_computed(tmp_path: Path) -> None:
+    data, model = {"x": np.ones((40, 3), np.float32), "y": np.ones(40, np.float32)}, nn.Linear(3, 1)
+    with raysgd.local(dataset=data, dir=tmp_path):
+        epoch = steps(model)
+        for step in islice(epoch, 3):
+            compute(step, model)
+        raysgd.save_checkpoint({"model": model})
+        epoch.close()  # type: ignore[attr-defined]
+    with raysgd.local(dataset=data, dir=tmp_path):
+        raysgd.load_checkpoint()
+        assert len(run(steps(model), lambda step: compute(step, model))) == 40 // 5 - 3

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
+from raysgd.workers.group import monitor
 from raysgd.workers.group.group import RankAgreement
 from raysgd.workers.group.monitor import GroupMonitor
 from raysgd.workers.group.processes import Worker
 from raysgd.workers.liveness.node_agent import NodeUnreachableError, ProcessStatus
 from raysgd.workers.orders import WorkerInfo
+from raysgd.workers.placement import avoided_nodes
+from raysgd.workers.placement.avoided_nodes import AvoidedNodes
+from raysgd.workers.placement.capacity import Node
+from support.poll import until_async
 
 
 class FakeRanks:
@@ -81,3 +89,39 @@ async def test_stacks_of_a_node_that_does_not_answer_are_replaced_by_the_reason(
         1: "its node does not answer",
         3: "process 103, descriptor 3",
     }
+
+
+class ProbedAgents:
+    """The agents of lost nodes: each answers as often as ``answers`` says."""
+
+    def __init__(self, answers: dict[str, list[bool]]) -> None:
+        self.answers_left = answers
+
+    async def answers(self, node_id: str, timeout_s: float) -> bool:
+        left = self.answers_left[node_id]
+        return left.pop(0) if len(left) > 1 else left[0]
+
+
+async def test_lost_nodes_are_asked_until_each_counts_again_or_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the GCS is away, which nodes are gone is not known, but those that answer count again."""
+    gcs_answers, num_listed = threading.Event(), 0
+
+    def list_nodes() -> list[Node]:
+        nonlocal num_listed
+        num_listed += 1
+        gcs_answers.wait(20)
+        return [Node("back", "back", {}, {})]
+
+    monkeypatch.setattr(monitor, "list_nodes", list_nodes)
+    monkeypatch.setattr(monitor, "ASK_LOST_S", 0.001)
+    monkeypatch.setattr(avoided_nodes, "PROBATION_S", 0.01)
+    avoided = AvoidedNodes({"CPU": 1})
+    lost = monitor.LostNodes(ProbedAgents({"back": [False, False, True], "gone": [False]}), avoided)  # type: ignore[arg-type]
+    for name in ("back", "gone"):
+        avoided.lose(WorkerInfo(name, "10.0.0.1", name, pid=1))
+        lost.ask()
+    await until_async(lambda: avoided.ids == {"gone"} and num_listed > 0)
+    assert num_listed == 1, "a call that waits for the GCS is not made again"
+    gcs_answers.set()
+    await until_async(lambda: not avoided.ids)
+    lost.close()

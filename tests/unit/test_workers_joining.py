@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +12,13 @@ from raysgd.config import ScalingConfig
 from raysgd.workers.group import joining as module
 from raysgd.workers.group.joining import JoiningWorkers
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
+from support.poll import until_async
 from support.ray_state import RayState
 
 
 class FakeSlot:
     def __init__(self, *, has_resources: bool) -> None:
-        self._has_resources = has_resources
-
-    def is_placed(self) -> bool:
-        return self._has_resources
+        self.has_resources = has_resources
 
 
 class FakeSlots:
@@ -34,18 +31,24 @@ class FakeSlots:
         self.taken: list[FakeSlot] = []
         self.has_resources = True
 
-    def add(self, avoid: set[str]) -> FakeSlot:
+    async def add(self, avoid: set[str]) -> FakeSlot:
         self.taken.append(FakeSlot(has_resources=self.has_resources))
         return self.taken[-1]
 
-    def take_placed(self, avoid: set[str], *, num_left: int) -> None:
+    async def take_placed(self, avoid: set[str], *, num_left: int) -> None:
         return None
 
     def remove(self, slot: FakeSlot) -> None:
         self.taken.remove(slot)
 
-    def remove_unplaced(self) -> None:
+    async def remove_unplaced(self) -> None:
         return
+
+    async def look(self) -> None:
+        return
+
+    def is_placed(self, slot: FakeSlot) -> bool:
+        return slot.has_resources
 
 
 class FakeWorker:
@@ -66,7 +69,7 @@ class FakeStarter:
         self.started: list[FakeWorker] = []
         self.is_quick = False
 
-    def start(self, slot: FakeSlot, *, warm_up: bool) -> FakeWorker:
+    async def start(self, slot: FakeSlot, *, warm_up: bool) -> FakeWorker:
         self.started.append(FakeWorker(slot))
         if self.is_quick:
             self.started[-1].may_load.set()
@@ -98,19 +101,11 @@ def make_joining() -> tuple[JoiningWorkers, FakeSlots, FakeStarter]:
         ScalingConfig(num_workers=(1, 4)),
         slots,  # type: ignore[arg-type]
         starter,  # type: ignore[arg-type]
-        AvoidedNodes({}, list),
+        AvoidedNodes({}),
         end=end,
         start_timeout_s=60.0,
     )
     return joining, slots, starter
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    for _ in range(10_000):
-        if is_true():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("the condition did not become true")
 
 
 async def search_again() -> None:
@@ -122,10 +117,11 @@ async def search_again() -> None:
 async def test_each_ready_worker_is_taken_once(cluster: Cluster) -> None:
     joining, _, starter = make_joining()
     joining.want(2)
-    assert len(starter.started) == 2 and joining.num_ready == 0
+    await until_async(lambda: len(starter.started) == 2)
+    assert joining.num_ready == 0
     for worker in starter.started:
         worker.may_load.set()
-    await until(lambda: joining.num_ready == 2)
+    await until_async(lambda: joining.num_ready == 2)
     assert [joining.take(), joining.take(), joining.take()] == [*starter.started, None]
     joining.close()
 
@@ -139,7 +135,7 @@ async def test_no_worker_is_started_in_place_of_one_that_was_taken(cluster: Clus
     cluster.set_room(100)
     taken: list[Any] = []
     joining.on_ready = lambda: taken.append(joining.take())
-    await until(lambda: bool(taken))
+    await until_async(lambda: bool(taken))
     await search_again()
     assert taken == starter.started and len(starter.started) == 1
     assert [worker.slot for worker in taken] == slots.taken
@@ -149,9 +145,10 @@ async def test_no_worker_is_started_in_place_of_one_that_was_taken(cluster: Clus
 async def test_unwanted_workers_are_ended_and_their_slots_removed(cluster: Cluster) -> None:
     joining, slots, starter = make_joining()
     joining.want(3)
+    await until_async(lambda: len(starter.started) == 3)
     ready, *starting = starter.started
     ready.may_load.set()
-    await until(lambda: joining.num_ready == 1)
+    await until_async(lambda: joining.num_ready == 1)
     joining.want(1)  # the ready worker stays
     assert joining.all() == [ready] and slots.taken == [ready.slot]
     assert [worker.is_ended for worker in (ready, *starting)] == [False, True, True]
@@ -167,6 +164,7 @@ async def test_first_group_does_not_wait_for_a_hanging_worker(
     monkeypatch.setattr(module, "FIRST_GROUP_WAIT_S", 0.05)
     joining, _, starter = make_joining()
     joining.want(2)
+    await until_async(lambda: len(starter.started) == 2)
     starter.started[0].may_load.set()
     await asyncio.wait_for(joining.wait_for_first(), 10)
     assert joining.num_ready == 1 and len(joining.all()) == 2
@@ -180,7 +178,8 @@ async def test_slot_whose_resources_others_took_is_removed_even_if_no_more_worke
     joining, slots, starter = make_joining()
     slots.has_resources = False
     joining.want(1)
+    await until_async(lambda: bool(starter.started))
     cluster.set_room(0)
-    await until(lambda: starter.started[0].is_ended)
+    await until_async(lambda: starter.started[0].is_ended)
     assert joining.all() == slots.taken == []
     joining.close()

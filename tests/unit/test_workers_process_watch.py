@@ -24,6 +24,7 @@ class FakeProcesses:
         is_stopped: Whether it is stopped.
         cpu_share: The part of a core that it uses.
         waited_share: The part of the time that it waits for a core.
+        is_cut_off: Whether its node does not answer.
         place: Where it is; None if Ray knows no process.
         error: What its actor's answers raise.
         killed: Where processes were killed.
@@ -32,6 +33,7 @@ class FakeProcesses:
 
     def __init__(self) -> None:
         self.answers = True
+        self.is_cut_off = False
         self.is_stopped = False
         self.cpu_share = self.waited_share = 0.0
         self.place: Place | None = HERE
@@ -50,7 +52,7 @@ class FakeProcesses:
 
     def answer(self) -> None:
         """Answer what was asked, if the process answers."""
-        if self.error is None and not self.answers:
+        if self.error is None and (self.is_cut_off or not self.answers):
             return
         for future in self._pending:
             if self.error is not None:
@@ -63,6 +65,8 @@ class FakeProcesses:
         return self.place
 
     def check(self, place: Place, timeout_s: float) -> ProcessStatus | None:
+        if self.is_cut_off:
+            raise TimeoutError
         return ProcessStatus(self.now * self.cpu_share, self.is_stopped, self.now * self.waited_share)
 
     def kill(self, place: Place, timeout_s: float) -> None:
@@ -79,10 +83,12 @@ class Watching:
         self.processes = FakeProcesses()
         self.why: list[str] = []
         self.gone = 0
+        self.cut_off: list[str] = []
         monkeypatch.setattr("time.monotonic", lambda: self.processes.now)
         self.watch = ProcessWatch(TIMEOUT_S, self.processes)  # type: ignore[arg-type]
         self.watch._thread = object()  # type: ignore[assignment]  # the test calls `step`
-        self.watch.add("it", lambda: "actor", on_kill=self.why.append, on_gone=self._on_gone, **settings)
+        settings |= {"on_kill": self.why.append, "on_gone": self._on_gone, "on_cut_off": self.cut_off.append}
+        self.watch.add("it", lambda: "actor", **settings)
 
     def _on_gone(self) -> None:
         self.gone += 1
@@ -210,6 +216,33 @@ def test_silence_while_the_watching_process_itself_did_not_run_does_not_count(wa
     watching.processes.answers = True
     watching.run(TIMEOUT_S)
     assert watching.processes.killed == []
+
+
+def test_process_on_a_node_that_is_cut_off_is_reported_once_and_not_killed(watching: Watching) -> None:
+    watching.run(4)
+    watching.processes.is_cut_off = True
+    watching.run(0.7 * TIMEOUT_S)
+    assert watching.cut_off == []
+    watching.run(3 * TIMEOUT_S)
+    (why,) = watching.cut_off
+    assert "nor did its node: it is lost or cut off" in why
+    watching.processes.is_cut_off, watching.processes.answers = False, False
+    watching.run(3.5 * TIMEOUT_S)  # its answer may take as long as the connection was cut
+    assert watching.processes.killed == []
+    watching.processes.answers = True
+    watching.run(1)
+    watching.processes.is_cut_off = True
+    watching.run(1.5 * TIMEOUT_S)
+    assert len(watching.cut_off) == 2 and watching.processes.killed == []
+
+
+def test_process_that_does_not_run_after_a_cut_is_killed(watching: Watching) -> None:
+    watching.run(4)
+    watching.processes.is_cut_off = True
+    watching.run(2 * TIMEOUT_S)
+    watching.processes.is_cut_off, watching.processes.answers = False, False
+    watching.run(4.5 * TIMEOUT_S)
+    assert watching.processes.killed == [HERE]
 
 
 def test_actor_that_is_dead_for_good_is_watched_no_longer(watching: Watching) -> None:

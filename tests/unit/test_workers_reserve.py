@@ -37,6 +37,9 @@ class FakeJoining:
     def __init__(self) -> None:
         self.ready: list[Any] = []
 
+    def all(self) -> list[Any]:
+        return self.ready
+
     def take(self) -> Any:
         return self.ready.pop(0) if self.ready else None
 
@@ -58,14 +61,14 @@ class FakeWorker:
 
 
 class FakeStarter:
-    def start(self, slot: str, **settings: Any) -> str:
+    async def start(self, slot: str, **settings: Any) -> str:
         return f"started in {slot}"
 
 
 def make_reserve() -> tuple[Any, FakeSlots, FakeJoining, list[Any]]:
     slots, joining = FakeSlots(), FakeJoining()
     ended: list[Any] = []
-    reserve = Reserve(slots, FakeStarter(), 0, joining, ended.append, AvoidedNodes({}, list))  # type: ignore[arg-type]
+    reserve = Reserve(slots, FakeStarter(), 0, joining, ended.append, AvoidedNodes({}))  # type: ignore[arg-type]
     return reserve, slots, joining, ended
 
 
@@ -114,3 +117,18 @@ async def test_worker_is_ended_if_waiting_for_its_answer_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await taking
     assert ended == [worker] and slots.removed == ["its own"]
+
+
+def test_replacements_on_lost_nodes_are_not_counted() -> None:
+    reserve, _, joining, _ = make_reserve()
+    for node_id in ("lost", "other"):
+        joining.ready.append(FakeWorker())
+        joining.ready[-1].info = located_on(node_id)
+        reserve._spares.append(joining.ready[-1])
+    reserve._spares.append(FakeWorker())  # it has not answered where it is
+    assert reserve.count_outside({"lost"}) == 3
+    assert reserve.count_outside(()) == 5
+
+
+def located_on(node_id: str) -> Any:
+    return type("Info", (), {"node_id": node_id})

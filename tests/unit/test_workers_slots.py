@@ -73,83 +73,114 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return fake
 
 
-def open_slots(count: int = 1, strategy: str = "PACK") -> WorkerSlots:
+async def open_slots(count: int = 1, strategy: str = "PACK") -> WorkerSlots:
     """Open ``count`` slots in the placement group "trainer"; further ones are in "trainer-1", "trainer-2" and so on."""
     slots = WorkerSlots("trainer", {"CPU": 1}, strategy)
-    slots.open(count)
+    await slots.open(count)
     return slots
 
 
-def test_requested_slot_is_found_once_it_is_placed(fake_ray: FakeRay) -> None:
+async def removed(slots: WorkerSlots, fake_ray: FakeRay) -> list[str]:
+    """Return what was removed, once it is."""
+    await slots.wait_removed()
+    return fake_ray.removed
+
+
+async def test_requested_slot_is_found_once_it_is_placed(fake_ray: FakeRay) -> None:
     fake_ray.states = {"trainer": [CREATED.on("lost")], "trainer-1": [QUEUED, QUEUED, QUEUED, CREATED.on("other")]}
-    found = asyncio.run(open_slots().find({"lost"}))
+    found = await (await open_slots()).find({"lost"})
     assert (found.placement, fake_ray.removed) == ("trainer-1", [])
 
 
-def test_slot_that_ray_moves_is_found_if_it_takes_the_only_room(fake_ray: FakeRay) -> None:
+async def test_slot_that_ray_moves_is_found_if_it_takes_the_only_room(fake_ray: FakeRay) -> None:
     """Ray noticed the lost node right after one more slot was requested, which is never placed then."""
     fake_ray.states["trainer"] = [*[CREATED.on("here", "lost")] * 3, CREATED.on("here", "elsewhere")]
-    slots = open_slots(2)
-    assert slots.take() is not None
-    found = asyncio.run(slots.find({"lost"}))
+    slots = await open_slots(2)
+    assert await slots.take() is not None
+    found = await slots.find({"lost"})
     assert (found.placement, found.index) == ("trainer", 1)
-    assert fake_ray.removed == ["trainer-1"] and slots.take() is None
+    assert await removed(slots, fake_ray) == ["trainer-1"] and await slots.take() is None
 
 
-def test_cancelled_search_removes_the_requested_slot(fake_ray: FakeRay) -> None:
-    async def search() -> None:
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(open_slots().find({"lost"}), 0.05)
+@pytest.mark.parametrize("strategy", ["PACK", "STRICT_SPREAD"])
+async def test_node_that_is_avoided_no_longer_is_searched(fake_ray: FakeRay, strategy: str) -> None:
+    """The first request excludes the lost node, where the only room is once the node is back."""
+    fake_ray.states = {"trainer": [CREATED.on("here")], "trainer-2": [CREATED.on("lost")]}
+    slots, avoid = await open_slots(1, strategy), {"lost"}
+    await slots.take()
+    finding = asyncio.ensure_future(slots.find(avoid))
+    await asyncio.sleep(0.05)
+    assert not finding.done()
+    avoid.clear()
+    found = await asyncio.wait_for(finding, 10)
+    assert found.placement == "trainer-2" and await removed(slots, fake_ray) == ["trainer-1"]
+    also = "here,lost" if strategy == "STRICT_SPREAD" else "lost"
+    assert fake_ray.selectors["trainer-1"] == [{"ray.io/node-id": f"!in({also})"}]
 
+
+async def test_free_slot_on_a_node_that_is_avoided_no_longer_is_found(fake_ray: FakeRay) -> None:
+    fake_ray.states["trainer"] = [CREATED.on("here", "lost")]
+    slots, avoid = await open_slots(2), {"lost"}
+    await slots.take()
+    finding = asyncio.ensure_future(slots.find(avoid))
+    await asyncio.sleep(0.05)
+    avoid.clear()
+    found = await asyncio.wait_for(finding, 10)
+    assert (found.placement, found.index) == ("trainer", 1)
+
+
+async def test_cancelled_search_removes_the_requested_slot(fake_ray: FakeRay) -> None:
     fake_ray.states["trainer"] = [CREATED.on("lost")]
-    asyncio.run(search())
-    assert fake_ray.removed == ["trainer-1"]
+    slots = await open_slots()
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(slots.find({"lost"}), 0.05)
+    assert await removed(slots, fake_ray) == ["trainer-1"]
 
 
-def test_slot_without_a_node_is_taken_only_by_callers_that_can_wait(fake_ray: FakeRay) -> None:
+async def test_slot_without_a_node_is_taken_only_by_callers_that_can_wait(fake_ray: FakeRay) -> None:
     fake_ray.states["trainer"] = [LOST.on("", "node")]
-    slots = open_slots(2)
-    assert slots.take({"node"}, must_have_node=True) is None
-    with_node = slots.take(must_have_node=True)
+    slots = await open_slots(2)
+    assert await slots.take({"node"}, must_have_node=True) is None
+    with_node = await slots.take(must_have_node=True)
     assert with_node is not None and with_node.index == 1
-    assert slots.take(must_have_node=True) is None
-    without_node = slots.take({"lost"})
+    assert await slots.take(must_have_node=True) is None
+    without_node = await slots.take({"lost"})
     assert without_node is not None and without_node.index == 0
 
 
-def test_placed_slots_are_left_for_others(fake_ray: FakeRay) -> None:
+async def test_placed_slots_are_left_for_others(fake_ray: FakeRay) -> None:
     fake_ray.states["trainer"] = [CREATED.on("a", "b", "lost")]
-    slots = open_slots(3)
-    assert slots.take_placed({"lost"}, num_left=2) is None
-    assert slots.take_placed({"lost"}, num_left=1) is not None
-    assert slots.take_placed({"lost"}, num_left=1) is None
+    slots = await open_slots(3)
+    assert await slots.take_placed({"lost"}, num_left=2) is None
+    assert await slots.take_placed({"lost"}, num_left=1) is not None
+    assert await slots.take_placed({"lost"}, num_left=1) is None
 
 
 @pytest.mark.parametrize(
     ("strategy", "selector"), [("STRICT_SPREAD", "!in(a,c,d,z)"), ("SPREAD", "!in(z)"), ("PACK", "!in(z)")]
 )
-def test_strict_spread_avoids_nodes_with_a_slot_in_use(fake_ray: FakeRay, strategy: str, selector: str) -> None:
+async def test_strict_spread_avoids_nodes_with_a_slot_in_use(fake_ray: FakeRay, strategy: str, selector: str) -> None:
     fake_ray.states = {
         "trainer": [CREATED.on("a", "b", "c")],
         "trainer-1": [CREATED.on("d")],
         "trainer-2": [LOST.on("")],
         "trainer-3": [CREATED.on("e")],
     }
-    slots = open_slots(3, strategy)
-    _, unused, _ = (slots.take() for _ in range(3))
+    slots = await open_slots(3, strategy)
+    _, unused, _ = [await slots.take() for _ in range(3)]
     assert unused is not None
     slots.release(unused)
     for _ in range(2):
-        slots.add()
-    assert asyncio.run(slots.find({"z"})).placement == "trainer-3"
+        await slots.add()
+    assert (await slots.find({"z"})).placement == "trainer-3"
     assert fake_ray.selectors["trainer-3"] == [{"ray.io/node-id": selector}]
 
 
-def test_first_placement_group_has_a_new_name_each_time(fake_ray: FakeRay) -> None:
+async def test_first_placement_group_has_a_new_name_each_time(fake_ray: FakeRay) -> None:
     """The previous one may still exist, for example because its node is lost, and Ray refuses a name in use."""
     slots = WorkerSlots("trainer", {"CPU": 1}, "PACK")
     for _ in range(3):
-        slots.open(2)
+        await slots.open(2)
         slots.close()
     first, *others = fake_ray.selectors
     assert first == "trainer" and len(others) == 2
@@ -157,39 +188,31 @@ def test_first_placement_group_has_a_new_name_each_time(fake_ray: FakeRay) -> No
 
 
 @pytest.mark.parametrize("state", [CREATED, WAITING, TOO_LARGE, LOST])
-def test_placement_group_is_removed_at_once_unless_a_node_is_reserving_it(fake_ray: FakeRay, state: State) -> None:
+async def test_placement_groups_are_removed(fake_ray: FakeRay, state: State) -> None:
     fake_ray.states = {"trainer": [state], "trainer-1": [state]}
-    slots = open_slots()
-    slots.add()
+    slots = await open_slots()
+    await slots.add()
     slots.close()
-    assert fake_ray.removed == ["trainer", "trainer-1"]
+    assert sorted(await removed(slots, fake_ray)) == ["trainer", "trainer-1"]
 
 
 @pytest.mark.parametrize("last", [CREATED, WAITING])
-def test_placement_group_that_is_being_reserved_is_removed_afterwards(fake_ray: FakeRay, last: State) -> None:
+async def test_placement_group_that_is_being_reserved_is_removed_afterwards(fake_ray: FakeRay, last: State) -> None:
     """Otherwise Ray loses the resources."""
     fake_ray.states["trainer-1"] = [QUEUED, QUEUED, RESERVING, last]
 
-    async def remove() -> None:
-        slots = open_slots()
-        slots.remove(slots.add())
-        assert fake_ray.removed == []
-        await slots.wait_removed()
-
-    asyncio.run(remove())
-    assert fake_ray.removed == ["trainer-1"] and fake_ray.states["trainer-1"] == [last]
+    slots = await open_slots()
+    slots.remove(await slots.add())
+    assert fake_ray.removed == []
+    assert await removed(slots, fake_ray) == ["trainer-1"] and fake_ray.states["trainer-1"] == [last]
 
 
-def test_placement_group_that_never_settles_is_removed_after_a_while(
+async def test_placement_group_that_never_settles_is_removed_after_a_while(
     fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_ray.states["trainer"] = [QUEUED]
     monkeypatch.setattr(module, "SETTLE_S", 0.02)
 
-    async def close() -> None:
-        slots = open_slots()
-        slots.close()
-        await slots.wait_removed()
-
-    asyncio.run(close())
-    assert fake_ray.removed == ["trainer"]
+    slots = await open_slots()
+    slots.close()
+    assert await removed(slots, fake_ray) == ["trainer"]

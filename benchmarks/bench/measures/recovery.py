@@ -26,8 +26,6 @@ def _params_of_kill(system: str, quick: bool) -> dict[str, Any]:
         given |= {"runs": min(runs, 2), "faults": min(faults, 2)}
     if system == "raysgd_spare":
         given["num_spares"] = 1
-    if system == "raysgd_preloaded":
-        given["num_preloaded"] = 1
     if system == "raysgd_elastic":
         given |= {"num_workers": [1, 2], "save_every": 10}  # it grows back out of a checkpoint
     return given
@@ -36,7 +34,7 @@ def _params_of_kill(system: str, quick: bool) -> dict[str, Any]:
 def run_kill(system: FragileSystem, params: dict[str, Any]) -> dict[str, list[float]]:
     """Time from the SIGKILL of one of two workers to the group's next finished step.
 
-    raysgd has a spare process, a preloaded one, or none, or is an elastic group that continues with the other rank. Ray Train
+    raysgd has a spare process or none, or is an elastic group that continues with the other rank. Ray Train
     restarts the whole group. The bare mechanism is a new process with torch, and a new group.
     """
     system.start(params)

@@ -13,7 +13,7 @@ from bench.table import (
     comparison,
 )
 
-_SPARE, _NEW, _ELASTIC, _PRELOADED = VARIANTS
+_SPARE, _NEW, _ELASTIC = VARIANTS
 _KILLED, _STOPPED = "worker killed to next step", "worker stopped to next step, heartbeat timeout 10 s"
 _NODE_KILLED = "node killed to next step, heartbeat timeout 10 s"
 _NODE_FROZEN = "node frozen to next step, heartbeat timeout 10 s"
@@ -21,7 +21,6 @@ _AGAIN = "one of 5 ranks killed, again and again"
 ROWS = (
     Row("kill_spare", f"{_KILLED}, with a spare", "kill", "seconds", "s", (Limit(0.5),), ours=_SPARE),
     Row("kill_elastic", f"{_KILLED}, elastic", "kill", "seconds", "s", (Limit(0.5),), ours=_ELASTIC),
-    Row("kill_preloaded", f"{_KILLED}, in a preloaded process", "kill", "seconds", "s", (Limit(1),), ours=_PRELOADED),
     Row("kill_replace", f"{_KILLED}, in a new process", "kill", "seconds", "s", (Limit(1.3, "bare"),), ours=_NEW),
     Row("stop_spare", f"{_STOPPED}, with a spare", "stop", "seconds", "s", (Limit(11),), ours=_SPARE),
     Row("stop_elastic", f"{_STOPPED}, elastic", "stop", "seconds", "s", (Limit(11),), ours=_ELASTIC),
@@ -63,15 +62,13 @@ step, and ends when the slowest rank of the next group has finished its first st
 are medians; every sample is in [recovery.json](recovery.json).
 
 - **Killed** is SIGKILL. *Bare actors* is the mechanism alone, in plain Ray: wait for the death, start an actor,
-  import torch, form a new group of survivor and new actor. Ray Train restarts its whole group. *In a new process* is with
-  `FailureConfig(preload=False)`; *in a preloaded process* waits before each kill until the process has imported torch.
+  import torch, form a new group of survivor and new actor. Ray Train restarts its whole group.
 - **Stopped** is SIGSTOP, which closes no connection, so only silence shows it. raysgd has `heartbeat_timeout_s=10`,
   Ray Train `RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S=10`; its default of 600 s was not measured.
 - **Growing** begins when a job releases the CPU for the third worker. raysgd looks for room every 2 s and waits 1 s for
   further workers. Ray Train's elastic group was only shrunk: with a job that holds a CPU it had not started within
   90 s, so nothing could grow.
-- **Nodes** are raylets with their processes on this machine, killed with SIGKILL or frozen with SIGSTOP. Without a spare, a
-  process on another node imports torch while the frozen one is silent.
+- **Nodes** are raylets with their processes on this machine, killed with SIGKILL or frozen with SIGSTOP.
 - **Repeated kills**: {tries} kills. A try without recovery within its limit counts as a failure.
 - **Readiness**: heartbeats, the search for hangs and a spare, compared with a Trainer without a spare and almost
   without heartbeats, in alternating blocks of equal work.

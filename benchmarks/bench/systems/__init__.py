@@ -25,7 +25,7 @@ TITLES = {
 }
 
 #: raysgd with the settings of the measures of recovery.
-VARIANTS = ("raysgd_spare", "raysgd_replace", "raysgd_elastic", "raysgd_preloaded")
+VARIANTS = ("raysgd_spare", "raysgd_replace", "raysgd_elastic")
 #: raysgd on a Ray whose idle processes have imported torch.
 PRELOADING = "raysgd_preloading"
 #: raysgd with each backend, by the name of the backend, which is also that of its framework.

@@ -88,7 +88,7 @@ class FragileRaysgd(FragileSystem):
             num_workers if isinstance(num_workers, int) else (num_workers[0], num_workers[1]),
             framework_of(self.name),
             run_config=raysgd.RunConfig(storage_path=self.folder / "runs"),
-            failure_config=raysgd.FailureConfig(max_failures=-1, preload="num_preloaded" in given, **failure),
+            failure_config=raysgd.FailureConfig(max_failures=-1, **failure),
             checkpoint_config=raysgd.CheckpointConfig(num_to_keep=2),
         )
 
@@ -101,15 +101,11 @@ class FragileRaysgd(FragileSystem):
         trainer.run(train_func, self._full(config), callbacks=[raysgd.callbacks.ProgressCallback(mode="off")])
 
     def is_whole(self, members: Collection[int]) -> bool:
-        """Whether all spares and preloaded processes have loaded the framework and are idle."""
-        titles = {"num_spares": "ray::WorkerActor", "num_preloaded": "ray::IDLE"}
-        spares = []
-        for param, title in titles.items():
-            others = [each for each in processes_of(title) if each.pid not in members]
-            found = [each for each in others if has_framework(each, framework_of(self.name))]
-            if len(found) < self.params.get(param, 0):
-                return False
-            spares += found
+        """Whether all spares have loaded the framework and are idle."""
+        others = [each for each in processes_of("ray::WorkerActor") if each.pid not in members]
+        spares = [each for each in others if has_framework(each, framework_of(self.name))]
+        if len(spares) < self.params.get("num_spares", 0):
+            return False
         before = [wanted_s(each) for each in spares]
         time.sleep(_IDLE_S)
         return all(wanted_s(each) - since < _IDLE_SHARE * _IDLE_S for each, since in zip(spares, before, strict=True))

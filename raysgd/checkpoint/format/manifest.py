@@ -1,6 +1,8 @@
 """The manifest of a checkpoint: its metadata, and the files that belong to it with their sizes and checksums.
 
-Only the control plane writes it, and last: a folder without a manifest is not a checkpoint. The control plane, workers and
+Only the control plane writes it, once, and last: a folder without a manifest is not a checkpoint. In a loop that saves before
+it reports, the round of the checkpoint is known later, and is written to a file of its own, which may be missing: the
+journal of the run is the record of its reports. The control plane, workers and
 drivers read it, possibly from a place where others can write, so `Manifest.from_json` checks everything. No NumPy.
 """
 
@@ -21,6 +23,7 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ConfigError, ReshardError
 
 MANIFEST_NAME = "manifest.json"
+ROUND_NAME = "round.json"
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 256 << 20  # larger files are not read
 _FORMAT = "raysgd-checkpoint"
@@ -45,6 +48,7 @@ class Manifest:
         is_files: The parts are the user's own files, not states.
         allow_pickle: It was saved with ``allow_pickle=True``.
         is_reshardable: The parts have array shards and are equal in everything else: any number of ranks can load them.
+        awaits_round: It was saved before the report that it belongs to, and that round is not known here.
         parts: The files of each rank's part.
         rank_states: Each rank's data position and generator states, as JSON that this module does not interpret.
         format_version: Version of this layout.
@@ -61,6 +65,7 @@ class Manifest:
     is_files: bool = False
     allow_pickle: bool = False
     is_reshardable: bool = False
+    awaits_round: bool = False
     parts: dict[int, list[FileEntry]] = field(default_factory=dict)
     rank_states: dict[int, dict[str, Any]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
@@ -72,6 +77,42 @@ class Manifest:
         names = [_check_entry(entry, self.is_files) for entries in self.parts.values() for entry in entries]
         if len(set(names)) != len(names) or MANIFEST_NAME in names:
             raise CheckpointError("a manifest lists a file twice, or itself")
+
+    def with_round(self, metrics: Mapping[str, Any], time_total_s: float) -> Manifest:
+        """Return the checkpoint with the round that it belongs to: a run resumes after it. Metrics of its own stay."""
+        return dataclasses.replace(
+            self,
+            iteration=self.iteration + 1,
+            metrics=self.metrics or dict(metrics),
+            time_total_s=max(self.time_total_s, time_total_s),
+            awaits_round=False,
+        )
+
+    def round_to_json(self) -> bytes:
+        """Make the content of ``round.json`` of a checkpoint whose manifest was written without its round."""
+        fields = {name: getattr(self, name) for name in _ROUND_KEYS}
+        return seal({"format": _FORMAT, **fields, "metrics": encode_small(self.metrics, what="metrics")})
+
+    def with_round_of(self, data: bytes, where: str = ROUND_NAME) -> Manifest:
+        """Return the checkpoint with the round in the content of ``round.json``; unchanged if that is of another checkpoint.
+
+        Raises:
+            CheckpointCorruptError: Anything in it is wrong.
+        """
+        document = parse_json(data, where, max_depth=_MAX_JSON_DEPTH)
+        _check_seal(document, data, where)
+        try:
+            if any(document[name] != getattr(self, name) for name in ("number", "attempt")):
+                return self
+            if document["iteration"] != self.iteration + 1:
+                return self
+            return self.with_round(
+                decode_small(document["metrics"], what="metrics", where=where), document["time_total_s"]
+            )
+        except CheckpointCorruptError:
+            raise
+        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointCorruptError(f"{where} is not valid: {error}") from error
 
     def to_json(self) -> bytes:
         """Make the content of ``manifest.json``.
@@ -124,15 +165,21 @@ def seal(document: dict[str, Any]) -> bytes:
     return head + _SEAL % zlib.crc32(head)
 
 
+def _check_seal(document: Any, data: bytes, where: str) -> None:
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise CheckpointCorruptError(f"{where} is not the manifest of a raysgd checkpoint")
+    head = data[: data.rfind(_SEAL[:8])]
+    if data != head + _SEAL % zlib.crc32(head):
+        raise CheckpointCorruptError(f"{where} does not match its own checksum")
+
+
 def _check_document(document: Any, data: bytes, where: str) -> None:
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise CheckpointCorruptError(f"{where} is not the manifest of a raysgd checkpoint")
     if document.get("format_version") != FORMAT_VERSION:
         version = document.get("format_version")
         raise CheckpointCorruptError(f"{where} has format_version {version!r:.50}; this raysgd reads {FORMAT_VERSION}")
-    head = data[: data.rfind(_SEAL[:8])]
-    if data != head + _SEAL % zlib.crc32(head):
-        raise CheckpointCorruptError(f"{where} does not match its own checksum")
+    _check_seal(document, data, where)
     known = {"format", "crc32", *_KEYS.values()}
     if set(document) != known:
         odd = sorted(set(document) ^ known)
@@ -208,13 +255,15 @@ def _is_by_rank(kind: type) -> Callable[[Any], bool]:
 _FIELD_CHECKS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("number", "attempt", "iteration", "world_size", "format_version"), _is_count),
     **dict.fromkeys(("time_total_s", "created_s"), _is_seconds),
-    **dict.fromkeys(("all_ranks", "is_files", "allow_pickle", "is_reshardable"), _is_bool),
+    **dict.fromkeys(("all_ranks", "is_files", "allow_pickle", "is_reshardable", "awaits_round"), _is_bool),
     "metrics": _is_metrics,
     "parts": _is_by_rank(list),
     "rank_states": _is_by_rank(dict),
 }
 #: Defaults of fields that older manifests lack.
-_ADDED: Mapping[str, Any] = {"is_reshardable": False}
+_ADDED: Mapping[str, Any] = {"is_reshardable": False, "awaits_round": False}
+#: What ``round.json`` has besides the metrics; the first two say of which checkpoint it is.
+_ROUND_KEYS = ("number", "attempt", "iteration", "time_total_s")
 #: The key of each field in the file. Version 1 of the format calls ``allow_pickle`` ``trusted``.
 _KEYS = {spec.name: "trusted" if spec.name == "allow_pickle" else spec.name for spec in dataclasses.fields(Manifest)}
 

@@ -15,8 +15,9 @@ from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.checkpoints.index import CheckpointIndex
 from raysgd.controller.checkpoints.pending import PendingCheckpoints, Score
+from raysgd.controller.frames import Closing
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
-from raysgd.session.events import HoldFailed, PartFailed, PartHeld, PartSafe, Saved, Scored
+from raysgd.session.events import HoldFailed, PartFailed, PartHeld, PartSafe, Saved
 
 Emit = Callable[[c.Command], None]
 
@@ -49,7 +50,13 @@ class MemoryTier:
         self._keep_complete()
         return problem
 
-    def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed | Scored) -> str | None:
+    def on_reports(self, rank: int, count: int, closings: tuple[Closing, ...]) -> None:
+        """A rank has made ``count`` reports in the attempt so far."""
+        self.pending.on_reports(rank, count, closings)
+        if closings:
+            self.apply_scores()
+
+    def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed) -> str | None:
         """A rank has sent an event; returns the rule that it broke, or None."""
         problem = None
         if isinstance(event, HoldFailed):
@@ -67,7 +74,7 @@ class MemoryTier:
     def apply_scores(self, *, is_over: bool = False) -> None:
         """Assign checkpoints to their rounds. ``is_over``: no longer wait for the reports of ranks that are gone."""
         for score in self.pending.pop_scores(is_over=is_over):
-            self.index.score(*score)
+            self.index.score(score)
 
     def _keep_complete(self) -> None:
         for manifest in self.pending.pop_complete():
@@ -113,7 +120,6 @@ class CheckpointCoordinator:
         self._last_announced = plan.start.number  # to readers, as being saved
         self._first_number = 1
         self._attempt = 0
-        self._saves_first: bool | None = None
         self._started_from = plan.start
         self._pending = PendingCheckpoints()
 
@@ -185,10 +191,13 @@ class CheckpointCoordinator:
         for manifest in previous.manifests:
             if manifest.attempt < previous.attempt:
                 self._from_memory.add(manifest.number)
-            if manifest.number in previous.known:
-                self._delete(manifest.attempt, self._index.add(manifest)[1])
-            else:
+            known_iteration = previous.known.get(manifest.number)
+            if known_iteration is None:
                 self.on_committed(manifest)
+                continue
+            if manifest.iteration != known_iteration:
+                self._emit(c.EmitFrame(frames.CHECKPOINT_SCORED, manifest.attempt, data=self._describe(manifest)))
+            self._delete(manifest.attempt, self._index.add(manifest)[1])
 
     def begin_attempt(self, attempt: int, world_size: int) -> tuple[Start, int]:
         """Begin to collect the saves of an attempt; returns where it starts, and the number that its first save makes."""
@@ -204,7 +213,7 @@ class CheckpointCoordinator:
                 attempt, world_size, self._first_number, start, self._reduce, self._workers_per_replica
             )
 
-        self._attempt, self._started_from, self._saves_first = attempt, start, None
+        self._attempt, self._started_from = attempt, start
         self._pending = make_pending()
         if self._memory is not None:
             self._memory.begin_attempt(make_pending())
@@ -249,13 +258,15 @@ class CheckpointCoordinator:
 
     # -- events of ranks ----------------------------------------------------------------------------------------------
 
-    def on_reports(self, rank: int, count: int) -> None:
-        """A rank has made ``count`` reports in the attempt so far."""
-        self._pending.on_reports(rank, count)
+    def on_reports(self, rank: int, count: int, closings: tuple[Closing, ...]) -> None:
+        """A rank has made ``count`` reports in the attempt so far, some of which checkpoints belong to."""
+        self._pending.on_reports(rank, count, closings)
         if self._memory is not None:
-            self._memory.pending.on_reports(rank, count)
+            self._memory.on_reports(rank, count, closings)
+        if closings:
+            self._apply_scores(self._pending.pop_scores())
 
-    def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed | Scored) -> str | None:
+    def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed) -> str | None:
         """A rank has sent an event; returns the rule that it broke, or None."""
         problem = None if self._memory is None else self._memory.on_event(rank, event)
         if not isinstance(event, (PartHeld, HoldFailed)):
@@ -278,12 +289,10 @@ class CheckpointCoordinator:
 
     def _announce(self, event: Saved) -> None:
         """Announce each save to readers once, with the round it belongs to: the next round in a loop that saves first."""
-        if event.call == 0 and self._saves_first is None:
-            self._saves_first = event.reports == 0
         number = self.number_of(event.call)
         if number > self._last_announced and number % self._stored_every == 0:
             self._last_announced = number
-            iteration = self._started_from.iteration + event.reports + bool(self._saves_first)
+            iteration = self._started_from.iteration + event.reports + event.awaits_round
             self._emit(c.EmitFrame(frames.SAVING, self._attempt, data={"number": number, "iteration": iteration}))
 
     def _commit_complete(self) -> None:
@@ -302,6 +311,8 @@ class CheckpointCoordinator:
         Returns:
             Whether a checkpoint is being written from memory.
         """
+        if self._memory is not None:
+            self._memory.apply_scores(is_over=True)  # no rank is left that could report
         held = self.newest_in_memory
         if held is not None and held.number > max([self.newest_number or 0, *self._in_flight, *self._tried]):
             self._tried.add(held.number)
@@ -340,7 +351,7 @@ class CheckpointCoordinator:
         size_bytes = sum(entry.size for part in shown.parts.values() for entry in part)
         self._emit(c.RecordEvent("checkpoint", {**data, "size_bytes": size_bytes}))
         if shown is not manifest:  # its score arrived while it was being written
-            self._emit(c.CommitCheckpoint(shown, amend=True))
+            self._emit(c.WriteRound(shown))
         if shown.metrics:  # otherwise its round may still be reported
             self._check_score(shown)
         self._delete(shown.attempt, to_delete)
@@ -374,9 +385,9 @@ class CheckpointCoordinator:
 
     def _apply_scores(self, scores: Sequence[Score]) -> None:
         for score in scores:
-            scored = self._index.score(*score)
+            scored = self._index.score(score)
             if scored is not None:
-                self._emit(c.CommitCheckpoint(scored, amend=True))
+                self._emit(c.WriteRound(scored))
                 self._emit(c.EmitFrame(frames.CHECKPOINT_SCORED, scored.attempt, data=self._describe(scored)))
                 self._check_score(scored)
 

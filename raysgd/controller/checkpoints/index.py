@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raysgd.controller.run_plan import Start
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.format.manifest import Manifest
     from raysgd.checkpoint.retention import RetentionPolicy
+    from raysgd.controller.checkpoints.pending import Score
 
 
 class CheckpointIndex:
@@ -23,7 +24,7 @@ class CheckpointIndex:
         self._start = start
         self._retention = retention
         self._manifests: dict[int, Manifest] = {}
-        self._scores: dict[int, tuple[dict[str, Any] | None, float]] = {}
+        self._scores: dict[int, Score] = {}
 
     @property
     def manifests(self) -> list[Manifest]:
@@ -55,30 +56,25 @@ class CheckpointIndex:
         """Remove a checkpoint that cannot be used any more."""
         self._manifests.pop(number, None)
 
-    def score(self, number: int, metrics: dict[str, Any] | None, time_total_s: float = 0.0) -> Manifest | None:
-        """Assign a checkpoint to the round with these metrics.
+    def score(self, score: Score) -> Manifest | None:
+        """Assign a checkpoint to its round.
 
         A score may arrive before its checkpoint is committed. It is kept until then.
 
-        Args:
-            number: Number of the checkpoint.
-            metrics: Metrics of the round; None: the checkpoint keeps its own metrics.
-            time_total_s: Training time up to the round.
-
         Returns:
-            The amended manifest, or None if the checkpoint is not in the index.
+            The checkpoint with its round, or None if it is not in the index.
         """
-        known = self._manifests.get(number)
+        known = self._manifests.get(score.number)
         if known is None:
-            self._scores[number] = metrics, time_total_s
+            self._scores[score.number] = score
             return None
-        self._manifests[number] = self._amend(known, metrics, time_total_s)
-        return self._manifests[number]
+        self._manifests[score.number] = known.with_round(score.metrics, score.time_total_s)
+        return self._manifests[score.number]
 
     def scored(self, manifest: Manifest) -> Manifest:
         """Return the manifest with its score, if the score arrived before."""
         score = self._scores.pop(manifest.number, None)
-        return manifest if score is None else self._amend(manifest, *score)
+        return manifest if score is None else manifest.with_round(score.metrics, score.time_total_s)
 
     def forget_scores(self, numbers: Iterable[int] | None = None) -> None:
         """Forget the scores that wait for these checkpoints; by default for all: the next attempt reuses their numbers."""
@@ -91,13 +87,6 @@ class CheckpointIndex:
         if newest is None:
             return self._start
         return Start(uri_of(newest.number), newest.iteration, newest.time_total_s, newest.number)
-
-    @staticmethod
-    def _amend(manifest: Manifest, metrics: dict[str, Any] | None, time_total_s: float) -> Manifest:
-        """Count the round after the checkpoint as part of it, so that a run resumes after that round."""
-        metrics = manifest.metrics if metrics is None else metrics
-        time_total_s = max(manifest.time_total_s, time_total_s)
-        return replace(manifest, metrics=metrics, iteration=manifest.iteration + 1, time_total_s=time_total_s)
 
 
 class CheckpointReads:

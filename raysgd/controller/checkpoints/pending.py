@@ -14,15 +14,18 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from raysgd.checkpoint.format.manifest import Manifest
-from raysgd.controller.rounds import Reduce, reduce_metrics, replicas_of
+from raysgd.controller import frames
+from raysgd.controller.frames import Closing, Frame
+from raysgd.controller.rounds import Reduce, reduce_by_rank
 from raysgd.controller.run_plan import Start
 from raysgd.data.order.position import check_agreement
 from raysgd.errors import CheckpointError
-from raysgd.session.events import PartSafe, Saved, Scored
+from raysgd.session.events import PartSafe, Saved
 from raysgd.session.rank_state import positions_in
 
 
@@ -57,10 +60,10 @@ class _Pending:
 
 
 class Score(NamedTuple):
-    """The round that checkpoint ``number`` belongs to. ``metrics`` is None if the checkpoint keeps its own metrics."""
+    """The round that checkpoint ``number`` belongs to."""
 
     number: int
-    metrics: dict[str, Any] | None
+    metrics: dict[str, Any]
     time_total_s: float
 
 
@@ -99,25 +102,24 @@ class PendingCheckpoints:
         self._late: set[int] = set()  # those of them that have reported again after the first call of another rank
         self._returned: set[int] = set()
         self._first_save_after: int | None = None  # reports
-        self._scores: dict[int, dict[int, Scored]] = {}
+        self._closings: dict[int, dict[int, Closing]] = {}  # by call and rank
         self._scored: set[int] = set()  # calls whose round is known
         self._in_step: dict[
             int, frozenset[int]
         ] = {}  # by complete call, the ranks that made it after equally many reports
         self._is_over = False
 
-    def on_reports(self, rank: int, count: int) -> None:
-        """``rank`` has made ``count`` reports so far."""
+    def on_reports(self, rank: int, count: int, closings: Iterable[Closing] = ()) -> None:
+        """``rank`` has made ``count`` reports so far, some of which checkpoints belong to."""
         self._num_reports[rank] = count
         if rank in self._uncalled:
             self._note_late(rank)
+        for closing in closings:
+            if (call := closing.number - self._first_number) not in self._scored:
+                self._closings.setdefault(call, {})[rank] = closing
 
-    def on_event(self, rank: int, event: Saved | PartSafe | Scored) -> str | None:
+    def on_event(self, rank: int, event: Saved | PartSafe) -> str | None:
         """Take an event of a rank; returns the rule that the ranks broke, or None."""
-        if isinstance(event, Scored):  # the rank has made the report that its call belongs to
-            if event.call not in self._scored:
-                self._scores.setdefault(event.call, {})[rank] = event
-            return None
         pending = self._pending.get(event.call)
         if pending is None:
             pending = self._pending[event.call] = _Pending(set(self._returned))
@@ -168,19 +170,15 @@ class PendingCheckpoints:
         """
         self._is_over = self._is_over or is_over
         found = []
-        for call, by_rank in sorted(self._scores.items()):
+        for call, by_rank in sorted(self._closings.items()):
             if call in self._in_step and self._is_scored(self._in_step[call], by_rank):
-                del self._scores[call]
-                if in_step := {rank: event for rank, event in by_rank.items() if rank in self._in_step[call]}:
+                del self._closings[call]
+                if in_step := {rank: made for rank, made in by_rank.items() if rank in self._in_step[call]}:
                     self._scored.add(call)
-                    found.append(self._score(call, in_step))
+                    found.append(score_of(self._first_number + call, in_step, self._reduce, self._workers_per_replica))
         return found
 
-    def _score(self, call: int, by_rank: dict[int, Scored]) -> Score:
-        metrics = self._reduced({rank: event.metrics for rank, event in by_rank.items()})
-        return Score(self._first_number + call, metrics, by_rank[min(by_rank)].time_total_s)
-
-    def _is_scored(self, in_step: frozenset[int], by_rank: dict[int, Scored]) -> bool:
+    def _is_scored(self, in_step: frozenset[int], by_rank: dict[int, Closing]) -> bool:
         """Return whether all ranks have scored a call that were in step and are still running."""
         if self._is_over:
             return True
@@ -197,28 +195,27 @@ class PendingCheckpoints:
 
     def _manifest(self, call: int, pending: _Pending) -> Manifest:
         first = pending.calls[min(pending.calls)]
-        in_step = frozenset(rank for rank, saved in pending.calls.items() if saved.reports == first.reports)
+        place = first.reports, first.awaits_round
+        in_step = frozenset(rank for rank, each in pending.calls.items() if (each.reports, each.awaits_round) == place)
         self._in_step[call] = self._all_ranks if in_step == self._all_ranks else in_step  # one object, as a rule
+        given = {rank: pending.calls[rank].metrics for rank in sorted(in_step)}
+        metrics = {rank: json.loads(each) for rank, each in given.items() if each is not None}
         return Manifest(
             number=self._first_number + call,
             attempt=self._attempt,
             iteration=self._start.iteration + first.reports,
             time_total_s=first.time_total_s,
             world_size=self._world_size,
-            metrics=self._reduced({rank: saved.metrics for rank, saved in pending.calls.items()}) or {},
+            metrics=reduce_by_rank(metrics, self._reduce, self._workers_per_replica) if metrics else {},
             all_ranks=first.all_ranks,
             is_files=first.is_files,
             allow_pickle=first.allow_pickle,
             is_reshardable=_is_reshardable([part.unsharded_digest for part in pending.parts.values()]),
+            awaits_round=first.awaits_round,
             created_s=time.time(),
             parts={rank: list(part.files) for rank, part in pending.parts.items() if part.files},
             rank_states={rank: part.rank_state for rank, part in pending.parts.items()},
         )
-
-    def _reduced(self, by_rank: dict[int, bytes | None]) -> dict[str, Any] | None:
-        metrics = {rank: json.loads(given) for rank, given in sorted(by_rank.items()) if given is not None}
-        replicas = replicas_of(metrics, self._workers_per_replica)
-        return reduce_metrics(list(metrics.values()), self._reduce, replicas) if metrics else None
 
     def _find_different_arguments(self, event: Saved, pending: _Pending) -> str | None:
         for name in ("all_ranks", "is_files"):
@@ -275,6 +272,46 @@ class PendingCheckpoints:
             f"save_checkpoint was called by some ranks only ({counts}). Every rank calls it, equally often; "
             f"rank 0 gives the state and the others may give None. Here {why}."
         )
+
+
+def score_of(number: int, by_rank: Mapping[int, Closing], reduce: Reduce, workers_per_replica: int) -> Score:
+    """Return the round that a checkpoint belongs to, of the reports of its ranks."""
+    metrics = {rank: made.metrics for rank, made in by_rank.items()}
+    return Score(number, reduce_by_rank(metrics, reduce, workers_per_replica), by_rank[min(by_rank)].time_total_s)
+
+
+def find_rounds(manifests: Sequence[Manifest], journal: Iterable[Frame], reduce: Reduce) -> list[Manifest]:
+    """Return the checkpoints with the rounds that their own files lack, as the journal has them.
+
+    A process may die after it has written a report, and before it has written that a checkpoint belongs to that round. The
+    journal is the record of reports. A rank that saved in another round does not contribute to it.
+
+    Args:
+        manifests: The checkpoints of a run.
+        journal: The frames of the run, in order; reports before the first save of a checkpoint without a round are not needed.
+        reduce: As for `PendingCheckpoints`.
+    """
+    awaiting = {manifest.number: manifest for manifest in manifests if manifest.awaits_round}
+    found: dict[int, dict[int, Closing]] = {}
+    begun: dict[int, dict[str, Any]] = {}
+    ended: set[int] = set()  # what comes after an attempt's end makes no round
+    for frame in journal if awaiting else ():
+        if frame.kind == frames.ATTEMPT:
+            begun[frame.attempt] = frame.data
+        elif frame.kind == frames.ATTEMPT_END:
+            ended.add(frame.attempt)
+        elif frame.kind == frames.REPORTS and frame.attempt not in ended:
+            for closing in frames.closings_of(frame.data, frame.rows):
+                saved, before = awaiting.get(closing.number), begun[frame.attempt]["iterations_before"] + closing.report
+                if saved is not None and (saved.attempt, saved.iteration) == (frame.attempt, before):
+                    found.setdefault(closing.number, {})[frame.rank] = closing
+    known = list(manifests)
+    for place, manifest in enumerate(known):
+        if manifest.number in found:
+            per_replica = begun[manifest.attempt].get("workers_per_replica", 1)
+            score = score_of(manifest.number, found[manifest.number], reduce, per_replica)
+            known[place] = manifest.with_round(score.metrics, score.time_total_s)
+    return known
 
 
 def _is_reshardable(digests: list[str | None]) -> bool:

@@ -10,6 +10,9 @@ A line of a metrics file is one batch of one rank, as its worker encoded it::
 
     {"seq": 12, "attempt": 1, "rank": 0, "first": 10, "count": 2, "rows": [[timestamp, time_total_s, {metrics}], ...]}
 
+In a loop that saves before it reports, ``"closes": [[10, 3]]`` before the rows says that checkpoint 3 belongs to the round of
+report 10.
+
 All lines are standard JSON, which has no NaN and no infinities: these are null. A row with such metrics has a fourth element,
 a line of an events file the key ``nonfinite``, which says where they were, by keys and indices, and which::
 
@@ -281,8 +284,10 @@ class Journal:
                     yield frame
 
     def _append_reports(self, frame: Frame) -> None:
-        head = '{"seq":%d,"attempt":%d,"rank":%d,"first":%d,"count":%d,"rows":'
-        values = (frame.seq, frame.attempt, frame.rank, frame.data["first"], frame.data["count"])
+        head = '{"seq":%d,"attempt":%d,"rank":%d,"first":%d,"count":%d%s,"rows":'
+        closes = frame.data.get("closes")
+        closing = f',"closes":{json.dumps(closes, separators=(",", ":"))}' if closes else ""
+        values = (frame.seq, frame.attempt, frame.rank, frame.data["first"], frame.data["count"], closing)
         self._metrics.append(frame.seq, (head % values).encode() + frame.rows + b"}\n")
 
 
@@ -290,7 +295,7 @@ def report_frame(line: bytes) -> Frame:
     """Return the frame of a line of a metrics file; its rows are not parsed."""
     head, _, rows = line.partition(b',"rows":')
     fields = json.loads(head + b"}")
-    data = {"first": fields["first"], "count": fields["count"]}
+    data = {name: fields[name] for name in ("first", "count", "closes") if name in fields}
     return Frame(fields["seq"], frames.REPORTS, fields["attempt"], fields["rank"], data, rows.rstrip()[:-1])
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from raysgd.controller import commands as c
-from raysgd.controller import frames
 from raysgd.controller.machine.lifecycle import RunLifecycle
 from raysgd.controller.machine.regrouping import GROWS
 from raysgd.controller.policies.failure import Failure
@@ -93,7 +92,7 @@ class RunMachine:
                 self._on_event(given)
             case c.ReportsReceived():
                 if self.accepts(given.attempt):
-                    self.checkpoints.on_reports(given.rank, given.num_reports)
+                    self.checkpoints.on_reports(given.rank, given.num_reports, given.closings)
             case c.MetricsMissing():
                 self._lifecycle.on_metrics_missing(given)
             case c.StreamEnded():
@@ -145,7 +144,7 @@ class RunMachine:
         if running is None:
             return  # events of older attempts are refused
         match event:
-            case e.Saved() | e.PartSafe() | e.PartHeld() | e.HoldFailed() | e.Scored():
+            case e.Saved() | e.PartSafe() | e.PartHeld() | e.HoldFailed():
                 self._end_if_misused(running, self.checkpoints.on_event(rank, event))
             case e.PartFailed():
                 number = self.checkpoints.number_of(event.call)
@@ -217,7 +216,7 @@ class RunMachine:
         if self._preemption.why and self._preemption.saw_stop and not is_stopping:
             self._lifecycle.regroup(running, self._preemption.why, "preemption")
             return
-        self._emit(c.EmitFrame(frames.ATTEMPT_END, running.attempt, data={"keep_rounds": None}))
+        self._lifecycle.emit_attempt_end(running.attempt, running.iterations_before, keeps_all=True)
         is_stopped = is_stopping or running.stopped
         self._lifecycle.close(self._lifecycle.stopped_outcome() if is_stopped else Outcome("done"))
 

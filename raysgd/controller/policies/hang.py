@@ -61,14 +61,21 @@ class HangPolicy:
         heartbeat_timeout_s: Seconds without an answer and without CPU use after which a process counts as dead.
         progress_timeout_s: Seconds without progress after which a rank counts as stuck; ``"auto"`` or None: see `FailureConfig`.
         ranks: The ranks to watch.
+        wait_s: Seconds to wait for ranks on nodes that do not answer, if nothing can replace them.
         now: The current time, in seconds of the clock that all calls use.
     """
 
     def __init__(
-        self, heartbeat_timeout_s: float, progress_timeout_s: float | str | None, ranks: Iterable[int], now: float
+        self,
+        heartbeat_timeout_s: float,
+        progress_timeout_s: float | str | None,
+        ranks: Iterable[int],
+        now: float,
+        wait_s: float = 0.0,
     ) -> None:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._progress_timeout_s = progress_timeout_s
+        self._wait_s = wait_s
         self._workers = {rank: _Worker(now) for rank in ranks}
         self._fewest_calls: int | None = None  # of the ranks in train_func, and since when
         self._fewest_since = now
@@ -101,13 +108,41 @@ class HangPolicy:
         """Return the ranks that are late with their answer, whose processes must be checked."""
         return [rank for rank, worker in self._workers.items() if worker.is_late(now, self._heartbeat_timeout_s)]
 
-    def find_hangs(self, now: float) -> list[Hang]:
-        """Return the workers to kill now."""
+    @property
+    def watched(self) -> set[int]:
+        """The ranks that are watched."""
+        return set(self._workers)
+
+    def unreachable(self, now: float) -> list[int]:
+        """Return the ranks that are late with their answer and whose nodes do not answer either."""
+        return [rank for rank in self.suspects(now) if not self._workers[rank].is_reachable]
+
+    def cut_off(self, now: float) -> list[int]:
+        """Return the ranks that are over the limit, as are their nodes. They run on if only the connection to them is cut."""
+        return [
+            rank
+            for rank, worker in sorted(self._workers.items())
+            if not worker.is_reachable and worker.is_over_limit(now, self._heartbeat_timeout_s)
+        ]
+
+    def find_hangs(self, now: float, *, can_replace: bool = True) -> list[Hang]:
+        """Return the workers to kill now.
+
+        Args:
+            now: The current time.
+            can_replace: The group can continue without the ranks in `cut_off`. Otherwise killing them gains nothing: they
+                are waited for, and with them the others, which may be stuck in a collective.
+        """
         silent = [self._silence(rank, worker, now) for rank, worker in sorted(self._workers.items())]
         found = [hang for hang in silent if hang is not None]
+        if not can_replace and any(hang.kind == "lost" for hang in found):
+            return [hang for hang in found if hang.kind != "lost" or self._has_waited(hang.rank, now)]
         if not found and (stuck := self._stuck(now)) is not None:
             found = [stuck]
         return found
+
+    def _has_waited(self, rank: int, now: float) -> bool:
+        return now - self._workers[rank].answered_at > self._heartbeat_timeout_s + self._wait_s
 
     def _silence(self, rank: int, worker: _Worker, now: float) -> Hang | None:
         if not worker.is_over_limit(now, self._heartbeat_timeout_s):

@@ -132,30 +132,24 @@ class MismatchPolicy:
 
     def find_mismatch(self, now: float) -> Mismatch | None:
         """Return what to warn about or to end the run for, or None. Each warning is returned once."""
-        waiting = self._find_waiting(now)
-        hopeless = self._find_hopeless(waiting)
-        concerned = {rank: missing for rank, missing in waiting.items() if missing}
+        concerned = self._find_concerned(now)
         if not concerned:
             return None
-        if self._is_over(hopeless, now):
-            return Mismatch(
-                tuple(sorted(hopeless)), self._explain({rank: concerned[rank] for rank in hopeless}, now), True
-            )
+        if self._is_over(concerned, now):
+            return Mismatch(tuple(concerned), self._explain(concerned, now), True)
         missing = {rank for each in concerned.values() for rank in each}
-        key = tuple(sorted(concerned)), tuple(sorted(rank for rank in missing if self._ranks[rank].has_returned))
+        key = tuple(concerned), tuple(sorted(rank for rank in missing if self._ranks[rank].has_returned))
         if key in self._warned:
             return None
         self._warned.add(key)
         why = self._explain(concerned, now)
-        if self._timeout_s is not None and len(hopeless) == self._num_inside():
+        if self._is_hopeless(concerned):
             why += f". The run fails after {self._timeout_s:g} s of waiting (FailureConfig(mismatch_timeout_s=...))"
-        return Mismatch(tuple(sorted(concerned)), why)
+        return Mismatch(tuple(concerned), why)
 
     def will_end(self, now: float) -> bool:
         """Return True if the run will end for a mismatch: all ranks inside wait for others that will never come."""
-        waiting = self._find_waiting(now)
-        hopeless = self._find_hopeless(waiting)
-        return self._timeout_s is not None and bool(hopeless) and len(hopeless) == self._num_inside()
+        return self._is_hopeless(self._find_concerned(now))
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -168,10 +162,11 @@ class MismatchPolicy:
         is_recent = now - seen.seen_at < 3 * look_s
         return is_recent and seen.position.blocked_s >= look_s and seen.waited_s(now) >= self._warn_after_s
 
-    def _find_waiting(self, now: float) -> dict[int, dict[int, Collective]]:
-        """Return the ranks that wait, each with the ranks that its collectives lack."""
+    def _find_concerned(self, now: float) -> dict[int, dict[int, Collective]]:
+        """Return the ranks that wait for others, each with the ranks that its collectives lack."""
         known: dict[tuple[Any, ...], list[int]] = {}  # a thousand ranks that wait in one collective lack the same ranks
-        return {rank: self._missing_for(rank, known) for rank in self._ranks if self._waits(rank, now)}
+        waiting = {rank: self._missing_for(rank, known) for rank in self._ranks if self._waits(rank, now)}
+        return {rank: missing for rank, missing in waiting.items() if missing}
 
     def _missing_for(self, rank: int, known: dict[tuple[Any, ...], list[int]]) -> dict[int, Collective]:
         """Return the ranks that a collective lacks in which ``rank`` waits, each with that collective.
@@ -213,24 +208,19 @@ class MismatchPolicy:
         begun = self._ranks[rank].begun(waited.id)
         return None if begun is None or begun.matches(waited) else begun
 
-    def _find_hopeless(self, waiting: dict[int, dict[int, Collective]]) -> set[int]:
-        """Return the waiting ranks that need, in the end, a rank that has returned or that waits for them."""
-        may_join = {rank for rank, seen in self._ranks.items() if not seen.has_returned and rank not in waiting}
-        while freed := {rank for rank in waiting if rank not in may_join and _is_freed(waiting[rank], may_join)}:
-            may_join |= freed
-        return waiting.keys() - may_join
+    def _is_hopeless(self, concerned: Mapping[int, Any]) -> bool:
+        """Return True if every rank has returned or waits for another, so that nobody is left to join, and that ends the run."""
+        num_inside = sum(not seen.has_returned for seen in self._ranks.values())
+        return self._timeout_s is not None and bool(concerned) and len(concerned) == num_inside
 
-    def _is_over(self, hopeless: set[int], now: float) -> bool:
-        """Return True if every rank has returned or waits without hope, for the whole timeout."""
-        if self._timeout_s is None or not hopeless or len(hopeless) < self._num_inside():
+    def _is_over(self, concerned: Mapping[int, Any], now: float) -> bool:
+        """Return True if the wait is hopeless, and has been for the whole timeout."""
+        if self._timeout_s is None or not self._is_hopeless(concerned):
             return False
-        waits = [self._ranks[rank] for rank in hopeless]
+        waits = [self._ranks[rank] for rank in concerned]
         return all(
             seen.waited_s(now) >= self._timeout_s and seen.position.blocked_s >= self._timeout_s / 3 for seen in waits
         )
-
-    def _num_inside(self) -> int:
-        return sum(not seen.has_returned for seen in self._ranks.values())
 
     def _explain(self, waiting: dict[int, dict[int, Collective]], now: float) -> str:
         by_place: dict[str, list[int]] = {}
@@ -258,10 +248,3 @@ class MismatchPolicy:
         if seen.has_returned:
             return f"rank {rank} has returned from train_func"
         return f"rank {rank} is missing{f', it is at {seen.position.line}' if seen.position.line else ''}"
-
-
-def _is_freed(missing: Mapping[int, Collective], may_join: Collection[int]) -> bool:
-    """Return True if the ranks that ``may_join`` are enough to complete all collectives that lack the ``missing`` ones."""
-    from_any = [rank for rank, one in missing.items() if one.transfer == FROM_ANY]
-    has_sender = not from_any or any(rank in may_join for rank in from_any)
-    return has_sender and all(rank in may_join for rank in missing if rank not in from_any)

@@ -17,6 +17,7 @@ from raysgd.result import RunInfo
 from raysgd.session.events import Failed
 from raysgd.workers.liveness.deaths import first_line
 from raysgd.workers.liveness.process_watch import CALLBACK_HOST, ProcessWatch
+from raysgd.workers.placement.calls import call_cluster, post_to_cluster
 
 #: How often the process is started again in one run.
 MAX_RESTARTS = 3
@@ -64,7 +65,8 @@ class CallbackHosting:
     async def _follow(self, request: RunRequest, info: RunInfo, warn: Callable[[str], None]) -> Failed | None:
         for restart in range(MAX_RESTARTS + 1):
             try:
-                done = self._start().follow.remote(request.run_id, info, request.host_callbacks, dict(request.reduce))
+                actor = await self._start()
+                done = actor.follow.remote(request.run_id, info, request.host_callbacks, dict(request.reduce))
                 failed: Failed | None = await done
                 return failed
             except RayTaskError as error:
@@ -113,11 +115,11 @@ class CallbackHosting:
                 return ("its callbacks' code", "") if call is None else (call[0], f"\n{call[1]}")
         return "a callback, whose name is not known, because its process does not answer", ""
 
-    def _start(self) -> Any:
+    async def _start(self) -> Any:
         if self._actor is None:
             # On this node, because the callbacks write to the same disk.
             start = prepare_process(CallbackHost, f"{self._name}-callbacks", is_bound_to_node=True)
-            self._actor = actor = start.remote(self._controller)
+            self._actor = actor = await call_cluster(start.remote, self._controller)
             self._watch.add(CALLBACK_HOST, lambda: actor, on_kill=self._on_kill)
         return self._actor
 
@@ -127,5 +129,5 @@ class CallbackHosting:
     def _end(self) -> None:
         self._watch.remove(CALLBACK_HOST)
         if self._actor is not None:
-            ray.kill(self._actor)
+            post_to_cluster(ray.kill, self._actor)
             self._actor = None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from raysgd._util.logs import get_logger
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
     from raysgd.workers.group.group import WorkerGroup
 
 
+#: The time for the cluster to record an attempt, before the ranks enter it without the record.
+_RECORD_S = 1.0
+
+
 class Run:
     """One run, from its request to its last frame.
 
@@ -50,7 +55,7 @@ class Run:
         share: Makes a reference to the order that all workers get (``ray.put``).
         is_resumed: An earlier controller process began the run; its files hold the progress, and reading them blocks.
         last_attempt: The last attempt of the earlier process.
-        begins: Records an attempt before any rank enters it.
+        begins: Records an attempt before any rank enters it, if that takes no longer than a moment.
         observe: Called with each event, and the last complete round at that time.
 
     Attributes:
@@ -71,7 +76,7 @@ class Run:
         share: Callable[[Any], Any],
         is_resumed: bool = False,
         last_attempt: AttemptRecord | None = None,
-        begins: Callable[[AttemptRecord], None] = lambda attempt: None,
+        begins: Callable[[AttemptRecord], Coroutine[Any, Any, None]] | None = None,
         observe: Callable[[c.RecordEvent, int], None] = lambda event, iteration: None,
     ) -> None:
         self._request = request
@@ -89,7 +94,9 @@ class Run:
         self._begins = begins
         self._observe = observe
         self._saving_since: dict[int, float] = {}
-        self._previous = previous = self._files.previous(last_attempt) if is_resumed else PreviousState()
+        self._previous = previous = (
+            self._files.previous(request.reduce, last_attempt) if is_resumed else PreviousState()
+        )
         self._info = dataclasses.replace(info, started_s=previous.started_s or time.time())
         if previous.bound_size is not None:
             group.expect(previous.bound_size)
@@ -186,6 +193,11 @@ class Run:
 
     def warn(self, message: str) -> None:
         self._record_event(c.warning(message))
+
+    def record_blocked(self, seconds: float, stack: str) -> None:
+        """Record that the event loop stood still, and in what."""
+        if not self.is_closed:
+            self._record_event(c.RecordEvent("blocked_loop", {"seconds": seconds, "stack": stack}))
 
     async def add_warning(self, message: str, source: str | None) -> None:
         """Add a warning of another process, also to a run that is closed; returns when it is on storage.
@@ -331,7 +343,9 @@ class Run:
                 timer = c.TimerFired(command.timer, command.serial)
                 asyncio.get_running_loop().call_later(command.delay_s, self._feed, timer)
             case c.CommitCheckpoint():
-                self._spawn(self._commit(command))
+                self._spawn(self._commit(command.manifest))
+            case c.WriteRound():
+                self._spawn(self._write_round(command.manifest))
             case c.KeepInMemory():
                 self._held.keep(command.number)
             case c.StoreFromMemory():
@@ -403,7 +417,9 @@ class Run:
         self._files.delete(self._reads.end())
         self._reads = CheckpointReads(command.first_number)
         self._held.begin_attempt(attempt, command.first_number, start.held)
-        self._begins(AttemptRecord(self._request.run_id, attempt, size, start.iteration))
+        recording = asyncio.ensure_future(
+            self._record_attempt(AttemptRecord(self._request.run_id, attempt, size, start.iteration))
+        )
         self._start_watch(attempt)
         shared = self._share(RunOrder(self._request.task, self._info, self._files.store.storage.uri, self._checkpoint))
         for rank in range(size):
@@ -418,7 +434,14 @@ class Run:
                 time_before_s=start.time_total_s,
                 flush_interval_s=stream_interval_s(size),
             )
-            self._spawn(self._follow(rank, shared, attempt_order))
+            self._spawn(self._follow(rank, shared, attempt_order, recording))
+
+    async def _record_attempt(self, attempt: AttemptRecord) -> None:
+        if self._begins is not None:
+            # Not longer: while the GCS, which keeps the record, is away, this attempt must begin nevertheless.
+            done, _ = await asyncio.wait([self._spawn(self._begins(attempt))], timeout=_RECORD_S)
+            for recorded in done:
+                recorded.result()
 
     def _start_watch(self, attempt: int) -> None:
         self._end_watch()
@@ -430,11 +453,12 @@ class Run:
         if self._watch is not None:
             self._watch.end()
 
-    async def _follow(self, rank: int, order: Any, attempt_order: AttemptOrder) -> None:
-        """Read a worker's event stream to its end."""
+    async def _follow(self, rank: int, order: Any, attempt_order: AttemptOrder, recording: Awaitable[None]) -> None:
+        """Read a worker's event stream to its end, once the attempt is recorded."""
         attempt = attempt_order.attempt
         died: str | None = None
         try:
+            await recording
             async for item in self._group.run(rank, order, attempt_order):
                 if isinstance(item, list):
                     for event in item:
@@ -463,9 +487,12 @@ class Run:
     def _pass_on(self, rank: int, attempt: int, reports: e.Reports) -> None:
         """Send reports to readers as the worker encoded them. The state machine gets only their number."""
         if self._machine.accepts(attempt):
-            data = {"first": reports.first, "count": reports.count}
+            data: dict[str, Any] = {"first": reports.first, "count": reports.count}
+            if reports.closes:
+                data["closes"] = [[index, self._machine.checkpoints.number_of(call)] for index, call in reports.closes]
             self.log.append(lambda seq: Frame(seq, frames.REPORTS, attempt, rank, data, reports.rows))
-            self._feed(c.ReportsReceived(rank, attempt, reports.first + reports.count))
+            closings = frames.closings_of(data, reports.rows)
+            self._feed(c.ReportsReceived(rank, attempt, reports.first + reports.count, closings))
             if self._awaited.missing:
                 self._awaited.feed(reports.rows)
                 self._update_missing()
@@ -484,17 +511,18 @@ class Run:
             given = c.MemoryCopyNotStored(manifest.number, f"{type(error).__name__}: {error}")
         self._feed(given)
 
-    async def _commit(self, command: c.CommitCheckpoint) -> None:
-        manifest = command.manifest
+    async def _commit(self, manifest: Manifest) -> None:
         try:
-            await self._files.commit(manifest, amend=command.amend)
+            await self._files.commit(manifest)
         except Exception as error:
-            if not command.amend:
-                self._feed(c.CommitFailed(manifest.number, f"{type(error).__name__}: {error}"))
+            self._feed(c.CommitFailed(manifest.number, f"{type(error).__name__}: {error}"))
             return
-        if not command.amend:
-            self._files.delete(self._reads.on_committed(manifest.number))
-            self._feed(c.CheckpointCommitted(manifest))
+        self._files.delete(self._reads.on_committed(manifest.number))
+        self._feed(c.CheckpointCommitted(manifest))
+
+    async def _write_round(self, manifest: Manifest) -> None:
+        with contextlib.suppress(Exception):  # the journal has it, and the checkpoint may be deleted
+            await self._files.write_round(manifest)
 
     def _publish_late_error(self, failed: e.Failed | None) -> None:
         """Publish an error after a success: a critical callback failed once training had ended."""

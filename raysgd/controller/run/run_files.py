@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import heapq
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +13,11 @@ from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.links import CheckpointLinks
 from raysgd.checkpoint.storage.storage import Retry, Storage
 from raysgd.checkpoint.store import CheckpointStore
+from raysgd.controller import frames
+from raysgd.controller.checkpoints.pending import find_rounds
+from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import Journal
+from raysgd.controller.rounds import Reduce
 from raysgd.controller.run_plan import AttemptRecord, PreviousState, build_previous_state
 from raysgd.errors import CheckpointError
 
@@ -19,7 +25,7 @@ _FLUSH_S = 0.5
 
 
 class RunFiles:
-    """Writes in one thread: storage sees commits, amendments and deletions in the order of their decisions.
+    """Writes in one thread: storage sees commits, rounds of checkpoints and deletions in the order of their decisions.
 
     Args:
         storage: The run's folder.
@@ -54,17 +60,33 @@ class RunFiles:
         """Return the URI of a checkpoint's folder."""
         return self.store.directory(number).uri
 
-    def previous(self, last: AttemptRecord | None = None) -> PreviousState:
+    def previous(self, reduce: Reduce, last: AttemptRecord | None = None) -> PreviousState:
         """Reopen the files of a run that an earlier controller process began; returns the run's state. Blocks.
 
         Args:
+            reduce: How metrics of a checkpoint are made from those of all ranks.
             last: The last attempt, which the journal may not contain.
         """
         frames_so_far, last_seq = self.journal.reopen()
         numbers = self.store.numbers()
-        return build_previous_state(
-            frames_so_far, last_seq, self.store.list(needs_newest=True), max(numbers, default=0)
-        ).up_to(last)
+        manifests = self._find_rounds(self.store.list(needs_newest=True), frames_so_far, last_seq, reduce)
+        return build_previous_state(frames_so_far, last_seq, manifests, max(numbers, default=0)).up_to(last)
+
+    def _find_rounds(
+        self, manifests: list[Manifest], others: list[Frame], last_seq: int, reduce: Reduce
+    ) -> list[Manifest]:
+        """Complete the checkpoints whose round is in the journal alone. ``others``: all frames except reports."""
+        awaiting = {manifest.number for manifest in manifests if manifest.awaits_round}
+        saving = [each.seq for each in others if each.kind == frames.SAVING and each.data["number"] in awaiting]
+        if not saving:
+            return manifests
+        reports = self.journal.frames_from(min(saving), last_seq + 1)
+        known = find_rounds(manifests, heapq.merge(others, reports, key=lambda frame: frame.seq), reduce)
+        for manifest in known:
+            if manifest.number in awaiting and not manifest.awaits_round:
+                with contextlib.suppress(CheckpointError):  # the journal still has it
+                    self.store.write_round(manifest)
+        return known
 
     def start(self) -> None:
         """Start to flush the journal regularly, and repair the links that a crash may have left behind."""
@@ -77,21 +99,33 @@ class RunFiles:
         if self._flusher is not None:
             self._flusher.cancel()
 
-    async def commit(self, manifest: Manifest, *, amend: bool = False) -> None:
-        """Write a checkpoint's manifest; ``amend``: replace the one that is there.
+    async def commit(self, manifest: Manifest) -> None:
+        """Write a checkpoint's manifest. Raises: as `write_round`."""
+        await self._write(self.store.commit, manifest)
+        await self._update_links(manifest)
+
+    async def write_round(self, manifest: Manifest) -> None:
+        """Write the round of a checkpoint that was saved before it.
 
         Raises:
             Exception: It could not be written.
         """
-        await self._flush(self._writer)  # first the reports before it: a resumed run does not make them again
-        await self._in_writer(self.store.amend if amend else self.store.commit, manifest)
+        await self._write(self.store.write_round, manifest)
+        await self._update_links(manifest)
+
+    async def _write(self, write: Callable[[Any], Any], what: Any) -> None:
+        """Change a checkpoint on storage, after the journal has what came before: the next controller knows what was done."""
+        await self._flush(self._writer)  # also reports: a resumed run does not make them again
+        await self._in_writer(write, what)
+
+    async def _update_links(self, manifest: Manifest) -> None:
         if self._links is not None:
             await self._in_writer(self._change_links, self._links.update, manifest)
 
     def delete(self, numbers: Iterable[int]) -> None:
         """Delete checkpoints, after the writes that were requested before."""
         for number in numbers:
-            task = asyncio.get_running_loop().create_task(self._in_writer(self.store.delete, number))
+            task = asyncio.get_running_loop().create_task(self._write(self.store.delete, number))
             self._deleting.add(task)  # the loop holds tasks weakly
             task.add_done_callback(self._deleting.discard)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raysgd.backends.flight_recorder import explain_hang
@@ -56,8 +56,16 @@ class Watch:
         self._timeout_s = failure.heartbeat_timeout_s
         self._loop = asyncio.get_running_loop()
         self._policy = HangPolicy(
-            failure.heartbeat_timeout_s, failure.progress_timeout_s, range(group.size), self._loop.time()
+            failure.heartbeat_timeout_s,
+            failure.progress_timeout_s,
+            range(group.size),
+            self._loop.time(),
+            failure.start_timeout_s,
         )
+        self._start_timeout_s = failure.start_timeout_s
+        self._replacing: asyncio.Task[bool] | None = None
+        self._silent: list[int] = []  # ranks for which replacements were started
+        self._awaited: list[int] = []  # ranks that are cut off, of which the user knows that they are waited for
         self._stragglers = StragglerPolicy(self._loop.time())
         self._mismatches = MismatchPolicy(failure.mismatch_timeout_s, range(group.size))
         self._looking: asyncio.Task[None] | None = None
@@ -92,25 +100,50 @@ class Watch:
                 if gap_s > self._timeout_s / _ASKS:  # this process did not run, so the silence says nothing
                     self._policy.skip(gap_s)
                 self._check_suspects()
+                self._expect_loss()
                 self._look_if_due()
-                if hangs := self._find_hangs():
+                if hangs := await self._find_hangs():
                     await self._report(hangs)
                 if not self._has_reported and (mismatch := self._mismatches.find_mismatch(self._loop.time())):
                     await self._report_mismatch(mismatch)
                 for straggler in self._stragglers.find_stragglers(self._loop.time()):
                     self._report_straggler(straggler)
         finally:
-            for task in (*self._asked.values(), self._checking, self._looking):
+            for task in (*self._asked.values(), self._checking, self._looking, self._replacing):
                 if task is not None:
                     task.cancel()
 
-    def _find_hangs(self) -> list[Hang]:
+    async def _find_hangs(self) -> list[Hang]:
         now = self._loop.time()
-        hangs = self._policy.find_hangs(now)
+        cut_off = self._policy.cut_off(now)
+        can_replace = not cut_off or await self._can_replace(cut_off)
+        if not can_replace and not set(cut_off) <= set(self._awaited):
+            self._record_event(c.warning(self._describe_wait(cut_off)))
+        self._awaited = [] if can_replace else cut_off
+        hangs = self._policy.find_hangs(now, can_replace=can_replace)
         # Ranks that leave the attempt make no progress, but are not stuck. Ranks that all wait without hope would do so again.
         if self._has_reported or self._mismatches.will_end(now):
             hangs = [hang for hang in hangs if hang.kind != "stuck"]
         return hangs
+
+    async def _can_replace(self, ranks: Sequence[int]) -> bool:
+        """Return whether the group can continue without these ranks; False while that cannot be found out."""
+        if self._replacing is None:
+            self._replacing = self._loop.create_task(self._group.can_replace(ranks))
+        await asyncio.wait([self._replacing], timeout=_MAX_TICK_S)
+        if not self._replacing.done():
+            return False
+        found, self._replacing = self._replacing, None
+        return found.exception() is None and found.result()
+
+    def _describe_wait(self, ranks: Sequence[int]) -> str:
+        infos = [info for rank in ranks if (info := self._group.info(rank)) is not None]
+        nodes = ", ".join(dict.fromkeys(info.node for info in infos))
+        return (
+            f"no answer from {nodes}: lost or cut off. Nothing can replace ranks {list(ranks)} now, so the group waits for "
+            f"them, for {self._start_timeout_s:g} s at most (FailureConfig(start_timeout_s=...)); if only the connection was "
+            "cut, they continue where they are"
+        )
 
     async def _report(self, hangs: list[Hang]) -> None:
         timeout_s = _STACKS_TIMEOUT_LOST_S if all(hang.kind == "lost" for hang in hangs) else _STACKS_TIMEOUT_S
@@ -173,10 +206,17 @@ class Watch:
         if suspects and (self._checking is None or self._checking.done()):
             self._checking = self._loop.create_task(self._check_processes(suspects))
 
+    def _expect_loss(self) -> None:
+        """Start replacements for ranks whose nodes do not answer, and end them if the nodes answer again."""
+        silent = self._policy.unreachable(self._loop.time())
+        # A rank that is watched no longer is dead or given up: its replacement is needed.
+        if silent != self._silent and set(self._silent) <= self._policy.watched:
+            self._silent = silent
+            self._group.expect_loss(silent)
+
     async def _check_processes(self, ranks: list[int]) -> None:
         found = await self._monitor.check_processes(ranks, self._timeout_s / 6)
         if silent := [rank for rank in ranks if rank not in found]:
-            self._group.expect_loss(silent)
             found |= await self._monitor.check_processes(silent, self._timeout_s / 6)
         for rank in ranks:
             process = found.get(rank)

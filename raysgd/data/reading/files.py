@@ -17,6 +17,7 @@ from raysgd.data.order.rank_assignment import RankAssignment
 from raysgd.data.plan import FilePart, Source
 from raysgd.data.reading.block_cache import MAX_LOADING, BlockCache
 from raysgd.data.reading.readers import EpochSteps, SelectedRows, TableReader
+from raysgd.data.reading.text import TextFormat
 from raysgd.errors import DataError
 
 #: Files whose metadata is kept in memory.
@@ -29,7 +30,7 @@ class FileReadOptions:
 
     Attributes:
         schema: The `pyarrow.Schema` of the dataset.
-        formats: Pairs of a `pyarrow.dataset.FileFormat` and a `pyarrow.fs.FileSystem`.
+        formats: Pairs of a `pyarrow.dataset.FileFormat` or `TextFormat`, and a `pyarrow.fs.FileSystem`.
         format_of: For each file the index of its pair; empty if there is only one pair.
         partitions: For each file the columns in its path, a `pyarrow.dataset.Expression`; empty if paths have no columns.
         filter: A `pyarrow.dataset.Expression` that rows must fulfil, or None.
@@ -43,16 +44,17 @@ class FileReadOptions:
 
     def size(self, path: str, number: int) -> int | None:
         """Return the current size of a file in bytes; None if its storage does not say, or the file is gone."""
-        _, filesystem = self._format(number)
+        _, filesystem = self.format(number)
         size: int | None = filesystem.get_file_info(path).size
         return size
 
-    def _format(self, number: int) -> tuple[Any, Any]:
+    def format(self, number: int) -> tuple[Any, Any]:
+        """Return the format and the filesystem of a file."""
         return self.formats[self.format_of[number] if self.format_of else 0]
 
     def fragment(self, path: str, number: int) -> Any:
         """Return the `pyarrow.dataset.Fragment` of a whole file."""
-        file_format, filesystem = self._format(number)
+        file_format, filesystem = self.format(number)
         partition = self.partitions[number] if self.partitions else None
         if partition is None:
             return file_format.make_fragment(path, filesystem)
@@ -105,6 +107,9 @@ class FileBlocks:
         size, before = self._read_options.size(path, part.file), self._sizes[part.file]
         if None not in (size, before) and size != before:  # a file that is gone raises when it is read
             raise self._changed_error(path, f"it had {before} bytes and now has {size}")
+        file_format, filesystem = self._read_options.format(part.file)
+        if isinstance(file_format, TextFormat):
+            return self._read_text(file_format, filesystem, part, columns)
         fragment = self._fragment(part.file, path)
         if part.row_groups is not None:
             self._check_columns(fragment, columns)
@@ -116,6 +121,19 @@ class FileBlocks:
             filter=read_options.filter,
             batch_size=2**31 - 1 if part.row_groups is not None else 2**17,
         )
+
+    def _read_text(self, file_format: TextFormat, filesystem: Any, part: FilePart, columns: Sequence[str]) -> Any:
+        options = self._read_options
+        in_path = ds.get_partition_keys(options.partitions[part.file]) if options.partitions else {}
+        stored = [each for each in options.schema if each.name not in in_path]
+        wanted = [each for each in stored if each.name in columns] or stored[
+            :1
+        ]  # one column at least, for the row count
+        table = file_format.read(filesystem, self._paths[part.file], part.span, pa.schema(wanted))
+        for name in in_path:
+            value = pa.scalar(in_path[name], options.schema.field(name).type)
+            table = table.append_column(options.schema.field(name), pa.repeat(value, table.num_rows))
+        return table.select(columns)
 
     def _check_columns(self, fragment: Any, columns: Sequence[str]) -> None:
         """Raise if a column is gone: pyarrow would fill it with nulls."""

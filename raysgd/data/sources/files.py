@@ -11,12 +11,13 @@ import pickle
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
-from raysgd._util.text import with_article
 from raysgd.data.plan import WINDOW_ROWS, FilePart, Files, Source
 from raysgd.data.reading.files import FileReadOptions
+from raysgd.data.reading.text import COMPRESSIONS, TextKind
 from raysgd.data.sources.column_types import common_schema, nulls_of_files
+from raysgd.data.sources.text import NUM_READERS, SizedPart, scan_text_files, unreadable_error
 from raysgd.errors import ConfigError
 
 #: Consecutive row groups of a file are read together, up to about this size.
@@ -24,8 +25,6 @@ PART_BYTES = 32 * 2**20
 #: A window has fewer than `WINDOW_ROWS` rows where it would take more memory than this.
 WINDOW_BYTES = 64 * 2**20
 _MIN_WINDOW_ROWS = 256
-#: Files whose metadata is read at a time: remote storage has long latencies.
-_NUM_READERS = 32
 
 #: The class of `pyarrow.dataset` that reads files with this ending.
 _FORMATS = {
@@ -39,14 +38,9 @@ _FORMATS = {
     ".jsonl": "JsonFileFormat",
     ".ndjson": "JsonFileFormat",
 }
+#: Those whose files raysgd reads itself.
+_TEXT_KINDS: dict[str, TextKind] = {"CsvFileFormat": "csv", "JsonFileFormat": "lines"}
 _WILDCARD = re.compile(r"[*?\[]")
-_COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
-
-
-class _SizedPart(NamedTuple):
-    part: FilePart
-    num_rows: int
-    num_bytes: int
 
 
 def source_of_paths(name: str, given: Any) -> Source:
@@ -71,6 +65,8 @@ def source_of_paths(name: str, given: Any) -> Source:
         raise ConfigError(
             f"dataset {name!r} has files of several formats, {first} and {other}; give files of one format."
         )
+    if formats[files[0]] in _TEXT_KINDS:
+        return _source_of_text(name, filesystem, files, folder, _TEXT_KINDS[formats[files[0]]])
     options = ds.FileSystemFactoryOptions(
         partition_base_dir=folder, partitioning=ds.HivePartitioning.discover() if folder else None
     )
@@ -78,8 +74,20 @@ def source_of_paths(name: str, given: Any) -> Source:
     try:
         dataset = ds.FileSystemDatasetFactory(filesystem, files, file_format, options).finish()
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise _unreadable_error(name, files[0], error) from error
+        raise unreadable_error(name, files[0], error) from error
     return source_of_dataset(name, dataset, has_schema=False)
+
+
+def _source_of_text(name: str, filesystem: Any, files: Sequence[str], folder: str | None, kind: TextKind) -> Source:
+    text = scan_text_files(name, filesystem, files, folder, kind, PART_BYTES)
+    return Source(
+        "files",
+        tuple(part.part for part in text.parts),
+        tuple(part.num_rows for part in text.parts),
+        Files(tuple(files), text.sizes, pickle.dumps(text.read_options)),
+        window_rows=_window_rows(text.parts),
+        nulls=text.nulls,
+    )
 
 
 def source_of_dataset(name: str, dataset: Any, *, has_schema: bool = True) -> Source:
@@ -102,12 +110,12 @@ def source_of_dataset(name: str, dataset: Any, *, has_schema: bool = True) -> So
         if not hasattr(fragment, "path"):
             raise ConfigError(f"dataset {name!r} is a union of files and of tables in memory; give one or the other.")
 
-    with ThreadPoolExecutor(min(_NUM_READERS, max(1, len(fragments)))) as pool:
+    with ThreadPoolExecutor(min(NUM_READERS, max(1, len(fragments)))) as pool:
         sizes = tuple(pool.map(lambda fragment: _open_file(name, fragment), fragments))
         if not has_schema:
             schema = common_schema(name, schema, map(_path_and_schema, fragments))
 
-        def inspect(number: int) -> list[_SizedPart]:
+        def inspect(number: int) -> list[SizedPart]:
             return _inspect_file(name, number, fragments[number], sizes[number], schema, condition)
 
         parts = [part for of_file in pool.map(inspect, range(len(fragments))) for part in of_file if part.num_rows]
@@ -131,7 +139,7 @@ def source_of_dataset(name: str, dataset: Any, *, has_schema: bool = True) -> So
     )
 
 
-def _window_rows(parts: Sequence[_SizedPart]) -> int:
+def _window_rows(parts: Sequence[SizedPart]) -> int:
     """Return the rows of a window: fewer if rows are large, since a worker holds all blocks of a window in memory."""
     per_row = max(1, sum(part.num_bytes for part in parts)) / max(1, sum(part.num_rows for part in parts))
     return max(_MIN_WINDOW_ROWS, min(WINDOW_ROWS, int(WINDOW_BYTES / per_row)))
@@ -153,7 +161,7 @@ def _find(name: str, paths: Sequence[str]) -> tuple[Any, list[str], str | None]:
         except (OSError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise _unreadable_error(name, given, error) from error
+            raise unreadable_error(name, given, error) from error
         if filesystem is not None and found != filesystem:
             raise ConfigError(
                 f"dataset {name!r} has paths on several storages, {paths[0]} and {given}; give paths on one storage."
@@ -229,7 +237,7 @@ def _is_hidden(path: str, folder: str) -> bool:
 
 def _format_of(name: str, path: str) -> str:
     stem, ending = os.path.splitext(path.lower())
-    if ending in _COMPRESSIONS:
+    if ending in COMPRESSIONS:
         ending = os.path.splitext(stem)[1]
     if ending not in _FORMATS:
         raise ConfigError(
@@ -248,7 +256,7 @@ def _open_file(name: str, fragment: Any) -> int | None:
         size: int | None = fragment.filesystem.get_file_info(fragment.path).size
         fragment.physical_schema  # noqa: B018 - the fragment keeps it
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable_error(name, fragment.path, error) from error
+        raise unreadable_error(name, fragment.path, error) from error
     return size
 
 
@@ -266,27 +274,27 @@ def _path_and_schema(fragment: Any) -> tuple[str, Any]:
 
 def _inspect_file(
     name: str, number: int, fragment: Any, size: int | None, schema: Any, condition: Any
-) -> list[_SizedPart]:
+) -> list[SizedPart]:
     """Return the parts of a file."""
     import pyarrow as pa
 
     try:
         _check_columns(name, fragment, schema)
         if not hasattr(fragment, "row_groups"):
-            return [_SizedPart(FilePart(number), _count_rows(fragment, schema, condition), size or 0)]
+            return [SizedPart(FilePart(number), _count_rows(fragment, schema, condition), size or 0)]
         return list(_row_groups(number, fragment, schema, condition))
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable_error(name, fragment.path, error) from error
+        raise unreadable_error(name, fragment.path, error) from error
 
 
-def _row_groups(number: int, fragment: Any, schema: Any, condition: Any) -> Iterator[_SizedPart]:
+def _row_groups(number: int, fragment: Any, schema: Any, condition: Any) -> Iterator[SizedPart]:
     row_bytes = sum(_value_bytes(field.type) for field in schema)
     group: list[int] = []
     rows = size = 0
     for each in fragment.row_groups:
         decoded = max(each.total_byte_size, each.num_rows * row_bytes)  # encoded rows may take a hundredth of that
         if group and size + decoded > PART_BYTES:
-            yield _SizedPart(FilePart(number, tuple(group)), rows, size)
+            yield SizedPart(FilePart(number, tuple(group)), rows, size)
             group, rows, size = [], 0, 0
         group.append(each.id)
         size += decoded
@@ -296,7 +304,7 @@ def _row_groups(number: int, fragment: Any, schema: Any, condition: Any) -> Iter
             else _count_rows(fragment.subset(row_group_ids=[each.id]), schema, condition)
         )
     if group:
-        yield _SizedPart(FilePart(number, tuple(group)), rows, size)
+        yield SizedPart(FilePart(number, tuple(group)), rows, size)
 
 
 def _count_rows(fragment: Any, schema: Any, condition: Any) -> int:
@@ -341,12 +349,6 @@ def _check_columns(name: str, fragment: Any, schema: Any) -> None:
                 f"dataset {name!r}: column {field.name!r} has type {kinds[0]} in {fragment.path} and {kinds[1]} in other "
                 "files; write it with one type."
             )
-
-
-def _unreadable_error(name: str, path: str, error: BaseException) -> ConfigError:
-    kind = with_article(type(error).__name__)
-    line = str(error).split("\n", 1)[0]
-    return ConfigError(f"dataset {name!r}: {path} cannot be read because of {kind}: {line}")
 
 
 def _index(known: list[Any], wanted: Any) -> int:

@@ -26,8 +26,7 @@ from raysgd.workers.group.checkpoint_memory import ClusterMemory
 from raysgd.workers.group.event_streams import WorkerDied, WorkerStreams
 from raysgd.workers.group.joining import JoiningWorkers
 from raysgd.workers.group.kept_group import KeptGroup
-from raysgd.workers.group.monitor import DrainMonitor, GroupMonitor
-from raysgd.workers.group.preloading import Preloading
+from raysgd.workers.group.monitor import DrainMonitor, GroupMonitor, LostNodes
 from raysgd.workers.group.processes import CoordinatorProcess, Worker, WorkerStarter
 from raysgd.workers.group.ranks import assign_ranks, assign_visible_gpus, close_gaps, make_members
 from raysgd.workers.group.reserve import Reserve
@@ -36,9 +35,10 @@ from raysgd.workers.liveness.node_agent import NodeAgents
 from raysgd.workers.liveness.process_watch import ProcessWatch
 from raysgd.workers.orders import AttemptOrder, Blob, Prepared, PrepareOrder, WorkerInfo
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
-from raysgd.workers.placement.capacity import explain_timeout, slot_bundle
-from raysgd.workers.placement.cluster import check_feasible, list_nodes, wait_until_feasible
-from raysgd.workers.placement.slots import ExistingPlacement, WorkerSlot, WorkerSlots
+from raysgd.workers.placement.calls import call_cluster, post_to_cluster
+from raysgd.workers.placement.capacity import count_fitting, explain_timeout, slot_bundle
+from raysgd.workers.placement.cluster import check_feasible, has_autoscaler, list_nodes, wait_until_feasible
+from raysgd.workers.placement.slots import ExistingPlacement, WorkerSlots
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.storage.storage import Storage
@@ -47,6 +47,10 @@ if TYPE_CHECKING:
 _DIE_TOGETHER_S = 0.2
 #: The same during the start, because workers reach the same fatal place at different times.
 _START_TOGETHER_S = 15.0
+#: The time to find out what a group has waited for in vain.
+_EXPLAIN_S = 5.0
+#: The time to find out which nodes are draining, before a replacement is placed.
+_DRAINS_S = 0.5
 #: What a group waits for is reported after this time, and looked for in such intervals.
 WAIT_REPORT_S = 2.0
 
@@ -90,12 +94,12 @@ class WorkerGroup:
         self._opened: str | None = None  # the rendezvous that rank 0 opened when it was prepared
         self._explain_missing = explain_missing
         self.on_wait: Callable[[str], None] = get_logger().warning
-        self._avoided = AvoidedNodes(scaling.bundle(), list_nodes)
+        self._avoided = AvoidedNodes(scaling.bundle())
+        self._beginning: asyncio.Future[None] | None = None
         self.watch = ProcessWatch(failure.heartbeat_timeout_s)
         self._agents = NodeAgents(name, self.watch)
         self.slots = WorkerSlots(name, slot_bundle(scaling), scaling.placement_strategy, existing)
-        self._preloading = Preloading(controller, scaling, backend, failure, runtime_env, self.slots, self._agents)
-        self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller, self._preloading.take)
+        self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller, self.slots.remove)
         self._coordinator = CoordinatorProcess(name, backend, runtime_env, self.watch)
         self._joining = JoiningWorkers(
             scaling,
@@ -105,12 +109,12 @@ class WorkerGroup:
             end=self._end_process,
             start_timeout_s=failure.start_timeout_s,
         )
-        self._preloading.list_workers = lambda: [*self._workers(), *self._joining.all()]
         self._reserve = Reserve(
             self.slots, self._starter, failure.num_spares, self._joining, self._end_process, self._avoided
         )
         self.streams = WorkerStreams()
         self.monitor = GroupMonitor(self._agents, self._members)
+        self._lost_nodes = LostNodes(self._agents, self._avoided)
         self.drains = DrainMonitor(self._members, self._joining, self._avoided)
         self.agreement = RankAgreement(self.call)
         self.memory = ClusterMemory(self._agents, self._members)
@@ -121,8 +125,9 @@ class WorkerGroup:
 
     @property
     def num_joining(self) -> int:
-        """The number of workers that can join the group: those that are ready, in whole replicas."""
-        return self._joining.num_ready - self._joining.num_ready % self._multiple
+        """The number of workers that can join the group: those that are ready, in whole replicas, up to the largest size."""
+        num_ready = min(self._joining.num_ready, self._scaling.max_workers - self.size)
+        return int(num_ready - num_ready % self._multiple)
 
     def info(self, rank: int) -> WorkerInfo | None:
         """Return where a member runs; None if it has no process that has answered."""
@@ -136,8 +141,11 @@ class WorkerGroup:
 
     def begin(self) -> None:
         """Request the workers' processes without waiting; `get_ready` waits for them and raises the errors."""
+        self._beginning = asyncio.ensure_future(self._begin())
+
+    async def _begin(self) -> None:
         with contextlib.suppress(InfeasibleError, RayError):
-            self._start_missing()
+            await self._start_missing()
 
     def expect(self, size: int) -> None:
         """Form with ``size`` members, because only that size can load the run's checkpoint. A formed group stays as it is."""
@@ -159,20 +167,23 @@ class WorkerGroup:
             WorkerDiedError: A worker died while it was starting.
             WorkerError: A worker cannot work, for example because the framework is not installed.
         """
+        if self._beginning is not None:
+            await asyncio.wait([self._beginning], timeout=self._failure.start_timeout_s)
+            self._beginning = None
         if not self.slots.is_open and not self.slots.is_in_existing_placement:
             spares, timeout_s = self._failure.num_spares, self._failure.wait_for_nodes_s
             await wait_until_feasible(self._scaling, spares, timeout_s, self.on_wait)
+        if self._avoided.lost:
+            self._lost_nodes.ask()
         reporting = asyncio.ensure_future(self._report_wait())
         try:
             messages = await asyncio.wait_for(self._get_ready(keep_size, is_run), self._failure.start_timeout_s)
         except (asyncio.TimeoutError, GetTimeoutError):
-            raise self._make_timeout_error() from None
+            raise await self._make_timeout_error() from None
         finally:
             reporting.cancel()
-        self._reserve.replenish(self._workers()[0])
-        if is_run:
-            self._preloading.replenish(self._workers())
-        self._want_joining_workers()
+        await self._reserve.replenish(self._workers()[0])
+        self.expect_loss(())
         self._agents.watch_workers(self._infos())
         return [*messages, *self._avoided.take_warnings()]
 
@@ -192,7 +203,8 @@ class WorkerGroup:
     async def _form(self, keep_size: bool) -> None:
         """Give every rank a loaded process, and every process its place in the group."""
         if self._has_formed and None in self._members:
-            await self.drains.ranks()
+            with contextlib.suppress(asyncio.TimeoutError):  # the GCS is away; the next attempt polls for them as well
+                await asyncio.wait_for(self.drains.ranks(), _DRAINS_S)
         for rank in self._vacant_ranks():
             self._members[rank] = await self._reserve.take()
         if not keep_size:
@@ -201,7 +213,7 @@ class WorkerGroup:
                 self._joining.put_back(worker)
             await self._take_joining_workers()
         await self._replace_used_processes()
-        self._start_missing()
+        await self._start_missing()
         for rank in self._vacant_ranks():
             self._members[rank] = await self._reserve.find()
         await self._wait_loaded()
@@ -222,23 +234,29 @@ class WorkerGroup:
                 return
             self._members += taken
 
-    def _want_joining_workers(self, after: WorkerSlot | None = None) -> None:
-        self._joining.want(self._scaling.max_workers - self.size, after=after)
+    def expect_loss(self, ranks: Collection[int]) -> None:
+        """Start workers where there is room, one for each of these ranks, whose nodes do not answer; end those of earlier calls.
 
-    def _start_missing(self) -> None:
+        A replacement is then ready, or nearly so, when the silent nodes are given up.
+        """
+        infos = [worker.info for rank in ranks if (worker := self._members[rank]) is not None]
+        self._avoided.set_silent({info.node_id for info in infos if info is not None})
+        self._joining.want(self._scaling.max_workers - self.size + len(ranks))
+
+    async def _start_missing(self) -> None:
         is_new = not self.slots.is_open
         if is_new:
             self._coordinator.begin()
             if not self.slots.is_in_existing_placement:
-                check_feasible(self._scaling, self._failure.num_spares)
-            self.slots.open(self.size + self._failure.num_spares)
-        self._avoided.remove_gone()
+                await call_cluster(check_feasible, self._scaling, self._failure.num_spares)
+            await self.slots.open(self.size + self._failure.num_spares)
         for rank in self._vacant_ranks():
             must_have_node = self._scaling.is_elastic and not is_new
-            if (slot := self.slots.take(self._avoided.ids, must_have_node=must_have_node)) is not None:
-                self._members[rank] = self._starter.start(slot)
+            if (slot := await self.slots.take(self._avoided.ids, must_have_node=must_have_node)) is not None:
+                self._members[rank] = await self._starter.start(slot)
         if is_new:
-            self._want_joining_workers(after=None if (first := self._members[0]) is None else first.slot)
+            first = self._members[0]
+            self._joining.want(self._scaling.max_workers - self.size, after=None if first is None else first.slot)
 
     async def _replace_used_processes(self) -> None:
         """End processes that were in a process group, if they can join no other; their ranks become vacant."""
@@ -326,24 +344,37 @@ class WorkerGroup:
         while why is None:
             await asyncio.sleep(WAIT_REPORT_S)
             with contextlib.suppress(Exception):  # nothing depends on it, and the next look may succeed
-                if count := self._num_unplaced():
-                    why = await asyncio.to_thread(self._explain_missing, count)
+                why = await self._explain_wait()
         self.on_wait(why)
 
-    def _num_unplaced(self) -> int:
+    async def _num_unplaced(self) -> int:
         """Return the number of workers, spares included, that wait for resources."""
+        await self.slots.look()
         waiting = [worker.slot for worker in self._workers() if worker.info is None]
         by_group = {slot.placement: slot for slot in waiting}
-        unplaced = {placement for placement, slot in by_group.items() if not slot.is_placed()}
+        unplaced = {placement for placement, slot in by_group.items() if not self.slots.is_placed(slot)}
         num_unplaced = sum(slot.placement in unplaced for slot in waiting)
         num_spares = self._failure.num_spares if num_unplaced and not self._has_formed else 0
         return num_unplaced + num_spares + len(self._vacant_ranks())
 
-    def _make_timeout_error(self) -> StartTimeoutError:
+    async def _make_timeout_error(self) -> StartTimeoutError:
         missing = sum(worker is None or worker.info is None for worker in self._members)
-        unplaced = self._num_unplaced() if missing else 0
-        why = self._explain_missing(unplaced) if unplaced else None
+        why: str | None = None
+        if missing:
+            with contextlib.suppress(asyncio.TimeoutError):  # the cluster cannot be reached
+                why = await asyncio.wait_for(self._explain_wait(), _EXPLAIN_S)
         return StartTimeoutError(explain_timeout(missing, self.size, self._failure.start_timeout_s, why))
+
+    async def _explain_wait(self) -> str | None:
+        """Say which resources the group waits for, and who holds them; None if it waits for none."""
+        if not (count := await self._num_unplaced()):
+            return None
+        why = await call_cluster(self._explain_missing, count)
+        self._avoided.remove_gone(await call_cluster(list_nodes))
+        avoided = self._avoided.describe()
+        if why is None and avoided is not None:
+            why = f"waiting for room for {count} worker{'s' * (count > 1)}"
+        return why if avoided is None else f"{why}; {avoided}"
 
     async def check_storage(self, storage: Storage) -> None:
         """Check that one worker on each other node sees a probe file, if the run's folder is a local path.
@@ -442,6 +473,22 @@ class WorkerGroup:
             listed = ", ".join(map(str, dead))
             raise WorkerDiedError(f"the worker process of rank {listed} died: {why}", ranks=dead) from None
 
+    async def can_replace(self, ranks: Collection[int]) -> bool:
+        """Return whether the group can continue without the nodes of these ranks: with fewer members, or with other workers.
+
+        This waits for as long as the GCS is away, without which no process can be started.
+        """
+        infos = [worker.info for rank in ranks if (worker := self._members[rank]) is not None]
+        excluded = self._avoided.ids | {info.node_id for info in infos if info is not None}
+        num_left = self.size - len(ranks)
+        num_missing = len(ranks) - self._reserve.count_outside(excluded)
+        if num_left - num_left % self._multiple >= self._scaling.min_workers or num_missing <= 0:
+            return True
+        if await call_cluster(has_autoscaler):
+            return True
+        nodes = [node for node in await call_cluster(list_nodes) if node.node_id not in excluded]
+        return count_fitting(self._scaling.bundle(), nodes) >= num_missing
+
     # -- ending ---------------------------------------------------------------------------------------------------
 
     def kill(self, rank: int, *, is_lost: bool = False) -> None:
@@ -452,8 +499,12 @@ class WorkerGroup:
         if (worker := self._members[rank]) is None:
             return
         if is_lost and worker.info is not None:
-            self._avoided.add([worker.info.node_id])
+            self._lose(worker.info)
         self._discard(worker)
+
+    def _lose(self, info: WorkerInfo) -> None:
+        self._avoided.lose(info)
+        self._lost_nodes.ask()
 
     def _discard(self, worker: Worker) -> None:
         self._drop(worker)
@@ -461,17 +512,11 @@ class WorkerGroup:
 
     def _end_process(self, worker: Worker) -> None:
         """Ask a worker's process to exit, and ignore what it still sends; SIGKILL follows if it stays."""
-        ray.kill(worker.handle)  # the process exits by itself: Ray reports what SIGKILL ends as unexpected
+        # The process exits by itself: Ray reports what SIGKILL ends as unexpected.
+        post_to_cluster(ray.kill, worker.handle)
         if worker.info is not None:
             self._agents.expect_exit(worker.info)
         self.streams.abandon(worker.handle)
-
-    def expect_loss(self, ranks: Collection[int]) -> None:
-        """Prepare for the loss of the nodes of these ranks, which do not answer."""
-        lost = {info.node_id for rank in ranks if (info := self.info(rank)) is not None}
-        silent = [worker for worker in self._workers() if worker.info is not None and worker.info.node_id in lost]
-        others = [worker for worker in self._workers() if worker not in silent]
-        self._preloading.expect_loss(silent, others, self._avoided.ids)
 
     async def wait_for_exits(self) -> None:
         """Wait until the processes that were ended are gone."""
@@ -479,10 +524,13 @@ class WorkerGroup:
 
     def release(self) -> None:
         """End all processes and return the resources to the cluster; `get_ready` requests them again."""
+        if self._beginning is not None:
+            self._beginning.cancel()
+            self._beginning = None
         for worker in self._workers():
             self._discard(worker)
+        self._lost_nodes.close()
         self._reserve.close()
-        self._preloading.close()
         self._coordinator.close()
         self._agents.close()
         self.slots.close()
@@ -499,10 +547,15 @@ class WorkerGroup:
 
     async def _remove(self, worker: Worker) -> None:
         """Drop a process that has died; its node is avoided if it is gone too, or if workers keep dying there."""
+        if (
+            worker.info is not None and worker.info.node_id in self._avoided.ids
+        ):  # that is known, and Ray need not be asked
+            self._drop(worker)
+            return
         if await self._agents.is_node_gone(worker.info) and worker.info is not None:
-            self._avoided.add([worker.info.node_id])
-        elif worker.info is not None:
-            self._avoided.record_death(worker.info)
+            self._lose(worker.info)
+        elif worker.info is not None and self._avoided.record_death(worker.info):
+            self._avoided.avoid_faulty(worker.info, await call_cluster(list_nodes))
         self._drop(worker)
 
     async def _remove_dead(

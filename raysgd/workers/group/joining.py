@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 from raysgd.config import ScalingConfig
 from raysgd.workers.group.processes import Worker, WorkerStarter
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
+from raysgd.workers.placement.calls import call_cluster
 from raysgd.workers.placement.capacity import count_fitting
 from raysgd.workers.placement.cluster import has_autoscaler, list_nodes
 from raysgd.workers.placement.slots import WorkerSlot, WorkerSlots, has_waiting_groups
@@ -94,8 +95,6 @@ class JoiningWorkers:
         self._num_wanted = count
         while len(self.all()) > count:
             self.drop(self.all()[-1])
-        if len(self.all()) < count and after is None:
-            self._start_where_room()
         self._ensure_search(after)
 
     def take(self) -> Worker | None:
@@ -115,7 +114,8 @@ class JoiningWorkers:
         if self._search is not None:
             await self._has_searched.wait()
         self._has_begun = True
-        placed = [task for worker, task in self._starting.items() if worker.slot.is_placed()]
+        await self._slots.look()
+        placed = [task for worker, task in self._starting.items() if self._slots.is_placed(worker.slot)]
         if placed:
             await asyncio.wait(placed, timeout=FIRST_GROUP_WAIT_S)
 
@@ -152,42 +152,50 @@ class JoiningWorkers:
 
     async def _search_regularly(self, after: WorkerSlot | None) -> None:
         delay_s = 0.01
-        while after is not None and not after.is_placed():
+        while after is not None and not self._slots.is_placed(after):
             await asyncio.sleep(delay_s)
             delay_s = min(SEARCH_INTERVAL_S, 2 * delay_s)
+            await self._slots.look()
         while len(self.all()) < self._num_wanted or self._starting:
             with contextlib.suppress(RayError):
-                self._start_where_room()
+                await self._start_where_room()
             self._has_searched.set()
             await asyncio.sleep(SEARCH_INTERVAL_S)
         self._search = None
 
-    def _start_where_room(self) -> None:
-        if not has_autoscaler():
-            self._drop_unplaced()
-        missing = self._num_wanted - len(self.all())
-        reserved, avoid = self.num_reserved(), self._avoided.ids
-        while missing > 0 and (slot := self._slots.take_placed(avoid, num_left=reserved)) is not None:
-            self._start(slot)
-            missing -= 1
-        for _ in range(self._num_slots_to_add(missing)):
-            self._start(self._slots.add(self._avoided.ids))
+    async def _start_where_room(self) -> None:
+        is_scaling = await call_cluster(has_autoscaler)
+        if not is_scaling:
+            await self._drop_unplaced()
+        while self._is_missing() and (slot := await self._take_placed()) is not None:
+            await self._start(slot)
+        num_slots = await self._num_slots_to_add(is_scaling=is_scaling)
+        while num_slots > 0 and self._is_missing():
+            await self._start(await self._slots.add(self._avoided.ids))
+            num_slots -= 1
 
-    def _drop_unplaced(self) -> None:
+    def _is_missing(self) -> bool:
+        return len(self.all()) < self._num_wanted
+
+    async def _take_placed(self) -> WorkerSlot | None:
+        return await self._slots.take_placed(self._avoided.ids, num_left=self.num_reserved())
+
+    async def _drop_unplaced(self) -> None:
         # Others took the resources, or the node is gone; the search continues on other nodes.
+        await self._slots.remove_unplaced()
         now = time.monotonic()
         for worker in list(self._starting):
-            if now - worker.requested_at_s > PLACEMENT_TIMEOUT_S and not worker.slot.is_placed():
+            if now - worker.requested_at_s > PLACEMENT_TIMEOUT_S and not self._slots.is_placed(worker.slot):
                 self.drop(worker)
-        self._slots.remove_unplaced()
 
-    def _num_slots_to_add(self, missing: float) -> int:
-        if missing <= 0 or (self._slots.is_in_existing_placement and self._should_wait_for_others()):
+    async def _num_slots_to_add(self, *, is_scaling: bool) -> int:
+        missing = self._num_wanted - len(self.all())
+        if missing <= 0 or (self._slots.is_in_existing_placement and await call_cluster(self._should_wait_for_others)):
             return 0
-        if has_autoscaler():
+        if is_scaling:
             return int(min(missing, max(0, MAX_REQUESTED - len(self._starting))))
-        nodes = [node for node in list_nodes() if node.node_id not in self._avoided.ids]
-        num_unplaced = sum(not worker.slot.is_placed() for worker in self._starting)
+        nodes = [node for node in await call_cluster(list_nodes) if node.node_id not in self._avoided.ids]
+        num_unplaced = sum(not self._slots.is_placed(worker.slot) for worker in self._starting)
         return int(max(0, min(missing, count_fitting(self._scaling.bundle(), nodes) - num_unplaced)))
 
     def _should_wait_for_others(self) -> bool:
@@ -197,9 +205,11 @@ class JoiningWorkers:
             self._others_waited_at = now
         return now - self._others_waited_at < QUIET_S
 
-    def _start(self, slot: WorkerSlot) -> None:
-        worker = self._starter.start(slot, warm_up=self._has_begun)
+    async def _start(self, slot: WorkerSlot) -> None:
+        worker = await self._starter.start(slot, warm_up=self._has_begun)
         self._starting[worker] = asyncio.ensure_future(self._wait_until_ready(worker))
+        if len(self.all()) > self._num_wanted:  # fewer are wanted since
+            self.drop(worker)
 
     async def _wait_until_ready(self, worker: Worker) -> None:
         try:

@@ -6,6 +6,7 @@ Runs in the TrainerActor.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -19,9 +20,13 @@ from raysgd.workers.group.processes import Worker
 from raysgd.workers.liveness.node_agent import NodeAgents, NodeUnreachableError, ProcessStatus
 from raysgd.workers.orders import Position, WorkerInfo
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
-from raysgd.workers.placement.cluster import list_draining_nodes
+from raysgd.workers.placement.calls import call_cluster
+from raysgd.workers.placement.cluster import list_draining_nodes, list_nodes
 
 T = TypeVar("T")
+
+#: Seconds between two questions to the agent of a lost node, and the time for its answer.
+ASK_LOST_S = 1.0
 
 
 class GroupMonitor:
@@ -138,7 +143,47 @@ class DrainMonitor:
     async def ranks(self) -> dict[int, float | None]:
         """Return the ranks on draining nodes, each with the seconds that are left or None if unknown."""
         draining = await asyncio.to_thread(list_draining_nodes)
-        self._avoided.add(draining)
+        self._avoided.drain(draining)
         self._joining.drop_on(draining)
         nodes = {rank: worker.info.node_id for rank, worker in enumerate(self._members) if worker and worker.info}
         return {rank: draining[node_id] for rank, node_id in nodes.items() if node_id in draining}
+
+
+class LostNodes:
+    """Asks the agents of lost nodes, until each node counts again or is no longer in the cluster.
+
+    Args:
+        avoided: The lost nodes; it decides when they count again.
+    """
+
+    def __init__(self, agents: NodeAgents, avoided: AvoidedNodes) -> None:
+        self._agents = agents
+        self._avoided = avoided
+        self._asking: asyncio.Task[None] | None = None
+        self._listing: asyncio.Task[None] | None = None
+
+    def ask(self) -> None:
+        """Ask from now on; returns at once."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.get_running_loop().create_task(self._ask_regularly())
+
+    def close(self) -> None:
+        """Stop asking."""
+        for task in (self._asking, self._listing):
+            if task is not None:
+                task.cancel()
+
+    async def _ask_regularly(self) -> None:
+        while lost := self._avoided.lost:
+            # One call at a time: it waits for as long as the GCS is away.
+            if self._listing is None or self._listing.done():
+                self._listing = asyncio.get_running_loop().create_task(self._remove_gone())
+            await asyncio.gather(*[self._ask(node_id) for node_id in lost])
+            await asyncio.sleep(ASK_LOST_S)
+
+    async def _ask(self, node_id: str) -> None:
+        self._avoided.on_asked(node_id, answers=await self._agents.answers(node_id, ASK_LOST_S))
+
+    async def _remove_gone(self) -> None:
+        with contextlib.suppress(RayError):
+            self._avoided.remove_gone(await call_cluster(list_nodes))

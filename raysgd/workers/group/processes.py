@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from raysgd.errors import WorkerError
 from raysgd.workers.liveness.process_watch import ProcessWatch
 from raysgd.workers.liveness.watched import Watched, watched_actor
 from raysgd.workers.orders import WorkerInfo
+from raysgd.workers.placement.calls import call_cluster, post_to_cluster
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.placement.slots import WorkerSlot
 from raysgd.workers.process.actor import NUM_THREADS, WorkerActor
@@ -68,7 +70,7 @@ class WorkerStarter:
     Args:
         name: Prefix of the actors' names.
         controller: Name of the TrainerActor.
-        take_preloaded: Returns the runtime environment of a process that waits for a worker in a slot, or None.
+        remove_slot: Called with a slot whose start was given up.
     """
 
     def __init__(
@@ -78,37 +80,45 @@ class WorkerStarter:
         backend: BackendConfig,
         runtime_env: Mapping[str, Any] | None,
         controller: str,
-        take_preloaded: Callable[[WorkerSlot], dict[str, Any] | None] = lambda slot: None,
+        remove_slot: Callable[[WorkerSlot], None],
     ) -> None:
         self._name = name
         self._scaling = scaling
         self._backend = backend
         self._runtime_env = dict(runtime_env or {})
         self._controller = controller
-        self._take_preloaded = take_preloaded
+        self._remove_slot = remove_slot
         self._num_started = 0
 
-    def start(self, slot: WorkerSlot, *, warm_up: bool = False) -> Worker:
+    async def start(self, slot: WorkerSlot, *, warm_up: bool = False) -> Worker:
         """Request a process in ``slot``; Ray starts it when the slot has its resources.
 
         With ``warm_up``, the process also imports what training loops import later, because no rank waits for it.
         """
         self._num_started += 1
-        handle: Any = (
+        name = f"{self._name}-worker-{self._num_started}"
+        try:
+            handle = await call_cluster(self._request, name, slot, on_abandoned=ray.kill)
+        except BaseException:  # cancelled, or Ray refuses it
+            self._remove_slot(slot)
+            raise
+        return Worker(slot, handle, handle.load.remote(self._backend, self._controller, warm_up))
+
+    def _request(self, name: str, slot: WorkerSlot) -> Any:
+        return (
             watched_actor(WorkerActor)
             .options(
-                name=f"{self._name}-worker-{self._num_started}",
+                name=name,
                 namespace=NAMESPACE,
                 num_cpus=self._scaling.cpus_per_worker,
                 num_gpus=self._scaling.gpus_per_worker,
                 resources=dict(self._scaling.resources_per_worker) or None,
                 scheduling_strategy=slot.scheduling_strategy(),
                 max_concurrency=NUM_THREADS,
-                runtime_env=self._take_preloaded(slot) or self._runtime_env or None,
+                runtime_env=self._runtime_env or None,
             )
             .remote()
         )
-        return Worker(slot, handle, handle.load.remote(self._backend, self._controller, warm_up))
 
 
 class CoordinatorActor(Watched):
@@ -140,13 +150,13 @@ class CoordinatorProcess:
         self._watch = watch
         self._runtime_env = dict(runtime_env or {})
         self._config = config
-        self._actor: Any = None
+        self._starting: asyncio.Future[Any] | None = None
         self._num_started = 0
 
     def begin(self) -> None:
         """Start the process without waiting, if the backend has a coordinator."""
-        if self._config.has_coordinator and self._actor is None:
-            self._actor = self._start()
+        if self._config.has_coordinator and self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
 
     async def open_rendezvous(self, members: Sequence[Member]) -> str:
         """Open the rendezvous of a new group; return the value of `Member.rendezvous`.
@@ -158,28 +168,36 @@ class CoordinatorProcess:
         try:
             return await self._call(members)
         except RayActorError:  # it died after the previous group had formed
-            self._actor = self._start()
+            self._starting = None
+            self.begin()
             return await self._call(members)
 
     def close(self) -> None:
         """End the process."""
         self._watch.remove(COORDINATOR)
-        if self._actor is not None:
-            ray.kill(self._actor)
-            self._actor = None
+        starting, self._starting = self._starting, None
+        if starting is not None and not starting.cancel() and not starting.cancelled() and not starting.exception():
+            post_to_cluster(ray.kill, starting.result())
 
     async def _call(self, members: Sequence[Member]) -> str:
         try:
-            return str(await self._actor.open_rendezvous.remote(list(members)))
+            assert self._starting is not None
+            actor = await asyncio.shield(self._starting)
+            return str(await actor.open_rendezvous.remote(list(members)))
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             node_ip = ray.util.get_node_ip_address()
             raise WorkerError(f"the backend's coordinator on {node_ip} failed: {cause}") from error
 
-    def _start(self) -> Any:
+    async def _start(self) -> Any:
         self._num_started += 1
+        actor = await call_cluster(self._request, on_abandoned=ray.kill)
+        self._watch.add(COORDINATOR, lambda: actor)
+        return actor
+
+    def _request(self) -> Any:
         own_node = ray.get_runtime_context().get_node_id()
-        actor = (
+        return (
             watched_actor(CoordinatorActor)
             .options(
                 name=f"{self._name}-coordinator-{self._num_started}",
@@ -190,5 +208,3 @@ class CoordinatorProcess:
             )
             .remote(self._config)
         )
-        self._watch.add(COORDINATOR, lambda: actor)
-        return actor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ray.exceptions import RayError
 
@@ -55,6 +55,11 @@ class Reserve:
         self._task: asyncio.Task[None] | None = None
         joining.num_reserved = lambda: self._num_spares - len(self._spares)
 
+    def count_outside(self, node_ids: Collection[str]) -> int:
+        """Return the number of spares and joining workers, ready or starting, that are not on these nodes."""
+        infos = [worker.info for worker in (*self._spares, *self._joining.all())]
+        return sum(info is None or info.node_id not in node_ids for info in infos)
+
     async def take(self) -> Worker | None:
         """Take a worker that is ready, a spare first; dead ones and those on nodes to avoid are dropped."""
         while self._spares:
@@ -92,24 +97,24 @@ class Reserve:
         finally:
             finding.cancel()  # without effect if it is done
         if joining_worker is None:
-            return self._starter.start(finding.result())
+            return await self._starter.start(finding.result())
         if finding.done():
             self._slots.remove(finding.result())
         return joining_worker
 
-    def replenish(self, member: Worker) -> None:
+    async def replenish(self, member: Worker) -> None:
         """Start spares in free slots, later ones some seconds from now; all import what a member of the group imports."""
         self._end_task()
         if self._num_spares == 0:
             return
         if not self._has_spares:
-            self._start_spares()
+            await self._start_spares()
         self._task = asyncio.ensure_future(self._keep(member, _REPLACE_S if self._has_spares else 0.0))
         self._has_spares = True
 
-    def _start_spares(self) -> None:
-        while len(self._spares) < self._num_spares and (slot := self._slots.take(self._avoided.ids)) is not None:
-            self._spares.append(self._starter.start(slot, warm_up=True))
+    async def _start_spares(self) -> None:
+        while len(self._spares) < self._num_spares and (slot := await self._slots.take(self._avoided.ids)) is not None:
+            self._spares.append(await self._starter.start(slot, warm_up=True))
 
     def drop(self, worker: Worker) -> bool:
         """Forget a worker that has died; return True if it was a spare, whose slot the caller must release."""
@@ -131,7 +136,7 @@ class Reserve:
     async def _keep(self, member: Worker, replace_s: float) -> None:
         """Start missing spares, and have all import the installed modules of a member, for which train_func would wait later."""
         await asyncio.sleep(replace_s)
-        self._start_spares()
+        await self._start_spares()
         for pause_s in itertools.chain(_IMPORT_S, itertools.repeat(_LATER_IMPORT_S)):
             await asyncio.sleep(pause_s)
             try:

@@ -374,21 +374,13 @@ class MemoryWatch:
 
     def _fullest_pool(self, membership: str, node: MemoryPool | None) -> MemoryPool | None:
         cgroup = self._cgroup(membership)
-        return _find_fullest([*([] if cgroup is None else cgroup.pools()), *([] if node is None else [node])])
+        pools = [*([] if cgroup is None else cgroup.pools()), *([] if node is None else [node])]
+        return max(pools, key=lambda pool: pool.used_fraction, default=None)
 
     def _cgroup(self, membership: str) -> MemoryCgroup | None:
         if membership not in self._cgroups:
             self._cgroups[membership] = self._files.cgroup(membership)
         return self._cgroups[membership]
-
-
-def find_fullest_pool(pid: int) -> MemoryPool | None:
-    """Return the fullest of the pools that a process of this node is in; None if its memory is unknown."""
-    return _find_fullest(MemoryFiles().pools_of(pid))
-
-
-def _find_fullest(pools: Iterable[MemoryPool]) -> MemoryPool | None:
-    return max(pools, key=lambda pool: pool.used_fraction, default=None)
 
 
 def _count_before_death(counts: Sequence[_KillCount]) -> _KillCount | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import glob
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +22,10 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd.workers.liveness.deaths import describe_death, may_be_memory
-from raysgd.workers.liveness.memory import MemoryEvidence, MemoryPool, MemoryWatch, find_fullest_pool
+from raysgd.workers.liveness.memory import MemoryEvidence, MemoryWatch
 from raysgd.workers.liveness.stacks import read_stacks
 from raysgd.workers.liveness.watched import ActorWatch, Watched, watched_actor
+from raysgd.workers.placement.calls import call_cluster
 from raysgd.workers.placement.cluster import NAMESPACE, is_node_reachable
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ _SAME_START_S = 1.0
 CLOSE_TIMEOUT_S = 3.0
 #: The time for a node to return what it knows of a dead worker's memory; the worker's last events are read meanwhile.
 _EVIDENCE_TIMEOUT_S = 0.2
+
+#: The time to find out whether a node can be reached.
+_REACH_S = 2.0
 
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
@@ -106,18 +109,6 @@ class NodeAgent(Watched):
             process.kill()
             with contextlib.suppress(psutil.TimeoutExpired):
                 process.wait(_KILL_TIMEOUT_S)
-
-    def end_idle(self, pid: int, created_s: float) -> None:
-        """Kill a process that has no work, unless another process has its id by now. `wait_for_exits` waits for its end."""
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            process = psutil.Process(pid)
-            if abs(process.create_time() - created_s) < _SAME_START_S:
-                process.kill()
-                self.expect_exit(pid)
-
-    def read_room(self) -> MemoryPool | None:
-        """Return the fullest of the pools of memory that processes of this node are in; None if unknown."""
-        return find_fullest_pool(os.getpid())
 
     def keep_copies(self, parts: Sequence[Any]) -> None:
         """Keep copies of these checkpoint parts on this node instead of the previous ones; returns at once."""
@@ -208,10 +199,16 @@ class NodeAgents:
         self._own_node = ray.get_runtime_context().get_node_id()
         self._own = NodeAgent()
         self._actors: dict[str, Any] = {}
+        self._starting: dict[str, asyncio.Task[None]] = {}  # by node
         self._pids: dict[str, list[int]] = {}  # the workers of each node with an agent
         self._num_started = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def nodes(self) -> list[str]:
+        """The nodes that have an agent, the TrainerActor's own first."""
+        return [self._own_node, *self._actors]
 
     def watch_workers(self, workers: Iterable[WorkerInfo]) -> None:
         """Start an agent on each node of these workers, and watch their memory; returns at once."""
@@ -224,26 +221,36 @@ class NodeAgents:
                 self._own.watch_memory(pids)
                 continue
             self._pids[node_id] = pids
-            if node_id not in self._actors:
-                self._start(node_id)
-            else:
+            if node_id in self._actors:
                 self._actors[node_id].watch_memory.remote(pids)
+            elif node_id not in self._starting:
+                self._start(node_id)
 
     def _start(self, node_id: str) -> None:
+        self._starting[node_id] = task = asyncio.get_running_loop().create_task(self._start_agent(node_id))
+        task.add_done_callback(
+            lambda done: self._starting.pop(node_id) if self._starting.get(node_id) is done else None
+        )
+
+    async def _start_agent(self, node_id: str) -> None:
         self._num_started += 1  # the node's previous agent may still be closing under its own name
-        actor = (
+        name = f"{self._name}-agent-{node_id[:12]}-{self._num_started}"
+        actor = await call_cluster(self._request, name, node_id, on_abandoned=ray.kill)
+        actor.watch_memory.remote(self._pids[node_id])
+        self._actors[node_id] = actor
+        self._watch.add(_describe_agent(node_id), lambda: actor, on_gone=lambda: self._replace(node_id, actor))
+
+    def _request(self, name: str, node_id: str) -> Any:
+        return (
             watched_actor(NodeAgent)
             .options(
-                name=f"{self._name}-agent-{node_id[:12]}-{self._num_started}",
+                name=name,
                 namespace=NAMESPACE,
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
             .remote()
         )
-        actor.watch_memory.remote(self._pids[node_id])
-        self._actors[node_id] = actor
-        self._watch.add(_describe_agent(node_id), lambda: actor, on_gone=lambda: self._replace(node_id, actor))
 
     def _replace(self, node_id: str, dead: Any) -> None:
         """Start another agent on the node of one that has died, unless the node is gone. Called in the thread of the watch."""
@@ -266,6 +273,16 @@ class NodeAgents:
         )
         return statuses
 
+    async def answers(self, node_id: str, timeout_s: float) -> bool:
+        """Return whether a node's agent answers in time; one is started on a node that has none."""
+        if node_id != self._own_node and node_id not in self._actors and node_id not in self._starting:
+            self._pids.setdefault(node_id, [])
+            self._start(node_id)
+        with contextlib.suppress(NodeUnreachableError):
+            await self._ask(node_id, "check_processes", [], timeout_s=timeout_s)
+            return True
+        return False
+
     async def stacks(self, node_id: str, processes: Sequence[tuple[int, int]], timeout_s: float) -> list[str]:
         """Return the stacks of processes of a node, each given by its id and its stacks descriptor.
 
@@ -283,7 +300,7 @@ class NodeAgents:
         Args:
             parts: Each part with the node that it is on.
         """
-        nodes = [self._own_node, *self._actors]
+        nodes = self.nodes
         copies: dict[str, list[Any]] = {node_id: [] for node_id in nodes}
         for node_id, part in parts:
             if other := next((node for node in nodes if node != node_id), None):
@@ -298,27 +315,8 @@ class NodeAgents:
             self._own.expect_exit(info.pid)
         elif (actor := self._actors.get(info.node_id)) is not None:
             actor.expect_exit.remote(info.pid)
-
-    def end_idle(self, node_id: str, pid: int, created_s: float) -> None:
-        """Kill a process without work, also on a node without workers; returns at once."""
-        if node_id == self._own_node:
-            self._own.end_idle(pid, created_s)
-            return
-        if node_id not in self._actors:
-            self._pids[node_id] = []
-            self._start(node_id)
-        self._actors[node_id].end_idle.remote(pid, created_s)
-
-    def may_live(self, node_id: str, pid: int) -> bool:
-        """Return False if a process is known to be gone, because it was on the TrainerActor's node."""
-        return node_id != self._own_node or read_status(pid) is not None
-
-    async def read_room(self, node_id: str, timeout_s: float) -> MemoryPool | None:
-        """Return the fullest of the pools of memory that processes of a node are in; None if unknown."""
-        with contextlib.suppress(NodeUnreachableError):
-            pool: MemoryPool | None = await self._ask(node_id, "read_room", timeout_s=timeout_s)
-            return pool
-        return None
+        elif (starting := self._starting.get(info.node_id)) is not None:
+            starting.add_done_callback(lambda _: self.expect_exit(info))
 
     async def wait_for_exits(self) -> None:
         """Wait, for some seconds at most, until processes that were asked to exit and agents that were closed are gone."""
@@ -330,14 +328,18 @@ class NodeAgents:
         return describe_death(error, memory)
 
     async def is_node_gone(self, info: WorkerInfo | None) -> bool:
-        """Return True if the node of a dead worker is gone as well."""
+        """Return True if the node of a dead worker is gone as well; False if that cannot be found out."""
         if info is None or info.node_id == self._own_node:
             return False
-        return not await asyncio.to_thread(is_node_reachable, info.node_id)
+        with contextlib.suppress(asyncio.TimeoutError):  # the GCS does not answer
+            return not await asyncio.wait_for(call_cluster(is_node_reachable, info.node_id), _REACH_S)
+        return False
 
     def close(self) -> None:
         """Stop the agents, once the processes that were asked to exit are gone."""
         self._own.close()
+        for starting in self._starting.values():
+            starting.cancel()
         for node_id, actor in self._actors.items():
             self._watch.remove(_describe_agent(node_id))
             task = asyncio.get_running_loop().create_task(_close_agent(actor))
@@ -371,4 +373,4 @@ def _describe_agent(node_id: str) -> str:
 async def _close_agent(actor: Any) -> None:
     with contextlib.suppress(RayError, asyncio.TimeoutError):
         await asyncio.wait_for(actor.wait_for_exits.remote(), CLOSE_TIMEOUT_S)
-    ray.kill(actor)
+    await call_cluster(ray.kill, actor)

@@ -129,10 +129,12 @@ class _Watched:
     is_starting: bool
     on_kill: Callable[[str], None] | None
     on_gone: Callable[[], None]
+    on_cut_off: Callable[[str], None]
     asked_at: float
     actor: Any = None
     asked: Future[int] | None = None
     deaths: int = 0
+    cut_off: Silence | None = None  # of which `on_cut_off` was called
     examined: Place | None = None
 
 
@@ -170,6 +172,7 @@ class ProcessWatch:
         is_starting: bool = False,
         on_kill: Callable[[str], None] | None = None,
         on_gone: Callable[[], None] = lambda: None,
+        on_cut_off: Callable[[str], None] = lambda why: None,
     ) -> None:
         """Watch an actor from now on, instead of an earlier one of that name.
 
@@ -180,10 +183,14 @@ class ProcessWatch:
             is_starting: It may import modules from a slow disk, which stops all its threads: it is only killed if it was stopped.
             on_kill: Called before its process is killed, with the reason, instead of `report`; in the thread.
             on_gone: Called when Ray says that the actor is dead and will not come back; it is watched no longer. In the thread.
+            on_cut_off: Called with the reason, once for each time that neither the process nor its node answers for
+                ``timeout_s``, instead of killing it. In the thread.
         """
         with self._lock:
             now = time.monotonic()
-            self._watched[name] = _Watched(find, Silence(now), pid, is_starting, on_kill, on_gone, asked_at=now)
+            self._watched[name] = _Watched(
+                find, Silence(now), pid, is_starting, on_kill, on_gone, on_cut_off, asked_at=now
+            )
             if self._thread is None and not self._closing.is_set():  # it ends when there is nothing to watch
                 self._thread = threading.Thread(target=self._run, name="raysgd-watch", daemon=True)
                 self._thread.start()
@@ -310,6 +317,11 @@ class ProcessWatch:
         try:
             status = self._processes.check(place, self._timeout_s / 3)
         except TimeoutError:  # Ray will notice that the node is lost
+            silence = watched.silence
+            silence.is_reachable = False
+            if silence.is_over_limit(now, self._timeout_s) and watched.cut_off is not silence:
+                watched.cut_off = silence
+                watched.on_cut_off(silence.describe(now))
             return
         if status is None:  # it is gone; Ray will notice
             return

@@ -44,7 +44,14 @@ class Silence:
     is_reachable: bool = True
 
     def add_check(self, used_s: float, waited_s: float, is_stopped: bool, now: float, timeout_s: float) -> None:
-        """The process was checked from outside: seconds on a CPU, and waiting for one."""
+        """The process was checked from outside: seconds on a CPU, and waiting for one.
+
+        Time in which its node could not be reached does not count, and as much time again: TCP doubles its pauses during a cut,
+        so an answer may come that late.
+        """
+        if not self.is_reachable:
+            known_at = max([self.answered_at, *(times.at for times in self.cpu_times)])
+            self.answered_at += 2 * max(0.0, now - known_at)
         self.cpu_times.append(CpuTimes(now, used_s, waited_s))
         while len(self.cpu_times) > 2 and now - self.cpu_times[1].at >= window_s(timeout_s):
             self.cpu_times.popleft()

@@ -156,15 +156,6 @@ def count_fitting(bundle: Mapping[str, float], nodes: Sequence[Node]) -> int:
     return sum(_count_on_node(bundle, node.free) for node in nodes)
 
 
-def order_by_placement(nodes: Sequence[Node], bundle: Mapping[str, float]) -> list[Node]:
-    """Return the nodes with room for a bundle, first the one on which Ray places it if it is a placement group of its own.
-
-    Ray 2.60 takes the node of which the largest shares stay free, summed over the bundle's resources.
-    """
-    fitting = [node for node in nodes if count_fitting(bundle, [node])]
-    return sorted(fitting, key=lambda node: -sum(1 - bundle[name] / node.free[name] for name in bundle))
-
-
 def describe_bundle(bundle: Mapping[str, float]) -> str:
     """Return the bundle as text, such as ``2 CPU + 1 GPU``."""
     return " + ".join(f"{_number(amount)} {name}" for name, amount in bundle.items()) or "no resources"

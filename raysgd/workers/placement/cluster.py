@@ -13,10 +13,12 @@ from typing import Any
 import ray
 from ray._private.state import state  # no public API has the free resources by node, or the autoscaler's limit
 from ray._private.worker import global_worker  # no public API lists draining nodes, or asks without starting Ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd.config import ScalingConfig
 from raysgd.errors import InfeasibleError
-from raysgd.workers.placement.capacity import Node, describe_nodes, explain_infeasible
+from raysgd.workers.placement.calls import call_cluster
+from raysgd.workers.placement.capacity import NOTHING, Node, describe_nodes, explain_infeasible
 
 #: The Ray namespace of raysgd's actors and of its entries in the cluster's key-value store.
 NAMESPACE = "raysgd"
@@ -55,6 +57,15 @@ def use_token() -> None:
     tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
+def place_near(node_id: str) -> dict[str, Any]:
+    """Return the options of an actor without CPUs that runs on a node, or on any other if that one is gone.
+
+    Ray places an actor that asks for no resource at all on a random node, whatever node it prefers; hence a byte of memory.
+    """
+    near = NodeAffinitySchedulingStrategy(node_id, soft=True, _spill_on_unavailable=True)
+    return {"num_cpus": 0, "memory": NOTHING["memory"], "scheduling_strategy": near}
+
+
 def list_nodes() -> list[Node]:
     """Return the living nodes with their total and free resources."""
     free = state.available_resources_per_node()
@@ -66,7 +77,7 @@ def list_nodes() -> list[Node]:
 
 
 def check_feasible(scaling: ScalingConfig, num_spares: int = 0) -> None:
-    """Refuse workers that the cluster can never hold, not even when its autoscaler has added all nodes that it may.
+    """Refuse workers that the cluster can never hold, not even when its autoscaler has added all nodes that it may; blocks.
 
     Raises:
         InfeasibleError: The message shows the arithmetic.
@@ -90,11 +101,11 @@ async def wait_until_feasible(
         InfeasibleError: The cluster cannot hold the workers, and the time is over.
     """
     deadline, last_line = time.monotonic() + timeout_s, ""
-    while (why := _why_infeasible(scaling, num_spares)) is not None:
+    while (why := await call_cluster(_why_infeasible, scaling, num_spares)) is not None:
         if (left_s := deadline - time.monotonic()) <= 0:
             waited = f", after {timeout_s:g} s of waiting for nodes" if timeout_s else ""
             raise InfeasibleError(f"{why}{waited}. {_ADVICE}")
-        line = f"{why}; its nodes are {describe_nodes(list_nodes(), list(scaling.bundle()))}"
+        line = f"{why}; its nodes are {describe_nodes(await call_cluster(list_nodes), list(scaling.bundle()))}"
         if line != last_line:
             last_line = line
             on_waiting(f"waiting up to {timeout_s:g} s for nodes that join the cluster: {line}")

@@ -11,6 +11,8 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from ray.util.placement_group import (
     PlacementGroup,
@@ -20,6 +22,8 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raysgd.workers.placement.calls import call_cluster
 
 #: Seconds between two checks of a placement group's state.
 POLL_S = 0.05
@@ -40,14 +44,6 @@ class WorkerSlot:
         """Return the strategy that starts an actor in this slot."""
         return PlacementGroupSchedulingStrategy(placement_group=self.placement, placement_group_bundle_index=self.index)
 
-    def node_id(self) -> str:
-        """Return the id of the slot's node; empty if Ray has not placed the slot, or the node is gone."""
-        return str(placement_group_table(self.placement).get("bundles_to_node_id", {}).get(self.index, ""))
-
-    def is_placed(self) -> bool:
-        """Return True if the slot's whole placement group is reserved on nodes that Ray sees."""
-        return bool(placement_group_table(self.placement).get("state") == "CREATED")
-
 
 @dataclass(frozen=True)
 class ExistingPlacement:
@@ -67,8 +63,8 @@ class WorkerSlots:
         existing: Where the first slots are, if not in a placement group of their own.
 
     Attributes:
-        on_slot_added: Called for each slot that is requested in addition to those of an existing placement group. Ray does
-            not remove it together with that group.
+        on_slot_added: Called in a thread for each slot that is requested in addition to those of an existing placement group.
+            Ray does not remove it together with that group.
     """
 
     def __init__(
@@ -82,6 +78,7 @@ class WorkerSlots:
         self._num_opened = 0
         self._num_added = 0
         self._free: list[WorkerSlot] = []
+        self._seen: dict[PlacementGroup, Mapping[str, Any]] = {}  # what Ray said of the placement groups last
         self._removals: set[asyncio.Task[None]] = set()
         self.on_slot_added: Callable[[], None] = lambda: None
 
@@ -93,7 +90,7 @@ class WorkerSlots:
     def is_open(self) -> bool:
         return bool(self._placements)
 
-    def open(self, count: int) -> None:
+    async def open(self, count: int) -> None:
         """Request ``count`` slots together; use all slots of an existing placement group instead, if there is one."""
         if self._existing is not None:
             placement, bundles = self._existing.placement, self._existing.bundles
@@ -101,53 +98,81 @@ class WorkerSlots:
             # The previous group may still wait for its removal, and keeps its name until then.
             name = self.name if not self._num_opened else f"{self.name}-again{self._num_opened}"
             self._num_opened += 1
-            placement = placement_group([self._bundle] * count, strategy=self._strategy, name=name)
+            placement = await self._request([self._bundle] * count, strategy=self._strategy, name=name)
             bundles = tuple(range(count))
         self._placements.append(placement)
         self._free += [WorkerSlot(placement, index) for index in bundles]
 
-    def add(self, avoid: Collection[str] = ()) -> WorkerSlot:
+    async def look(self) -> None:
+        """Ask Ray where the slots are: what `is_placed` and `node_id` say from then on."""
+        placements = list(self._placements)
+        seen = await call_cluster(lambda: [placement_group_table(each) for each in placements])
+        self._seen = dict(zip(placements, seen, strict=True))
+
+    def is_placed(self, slot: WorkerSlot) -> bool:
+        """Return True if the slot's whole placement group is reserved on nodes that Ray sees."""
+        return bool(self._seen.get(slot.placement, {}).get("state") == "CREATED")
+
+    def node_id(self, slot: WorkerSlot) -> str:
+        """Return the id of the slot's node; empty if Ray has not placed the slot, or the node is gone."""
+        return str(self._seen.get(slot.placement, {}).get("bundles_to_node_id", {}).get(slot.index, ""))
+
+    async def add(self, avoid: Collection[str] = ()) -> WorkerSlot:
         """Request one more slot, on a node that is not in ``avoid``."""
         if self.is_in_existing_placement:
-            self.on_slot_added()
+            await call_cluster(self.on_slot_added)
         self._num_added += 1
         name = f"{self.name}-{self._num_added}"
         selector = [{"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}] if avoid else None
-        placement = placement_group([self._bundle], name=name, bundle_label_selector=selector)
+        placement = await self._request([self._bundle], name=name, bundle_label_selector=selector)
         self._placements.append(placement)
         return WorkerSlot(placement, 0)
 
-    def take(self, avoid: Collection[str] = (), *, must_have_node: bool = False) -> WorkerSlot | None:
+    async def take(self, avoid: Collection[str] = (), *, must_have_node: bool = False) -> WorkerSlot | None:
         """Take a free slot that is not on a node in ``avoid``; its resources may not be reserved yet.
 
         With ``must_have_node``, a slot without a node is not taken. A slot whose node is lost may never get another node,
         because a joining worker may use the only room that there is.
         """
+        if avoid or must_have_node:
+            await self.look()
         for slot in self._free:
-            node = slot.node_id() if avoid or must_have_node else ""
+            node = self.node_id(slot) if avoid or must_have_node else ""
             if node not in avoid and (node or not must_have_node):
                 self._free.remove(slot)
                 return slot
         return None
 
     async def find(self, avoid: Collection[str]) -> WorkerSlot:
-        """Wait for a slot with reserved resources that is not on a node in ``avoid``.
+        """Wait for a slot with reserved resources that is not on a node in ``avoid``, which may change meanwhile.
 
-        ``STRICT_SPREAD`` also avoids nodes with a slot in use. A new slot is requested. Meanwhile Ray may move a free slot from
-        a lost node to the only room that there is; then that slot is taken.
+        ``STRICT_SPREAD`` also avoids nodes with a slot in use. A new slot is requested, and again when a node is avoided no
+        longer. Meanwhile Ray may move a free slot from a lost node to the only room that there is; then that slot is taken.
         """
+        in_use: set[str] = set()
         if self._strategy == "STRICT_SPREAD":
-            avoid = {*avoid, *self._nodes_in_use()}
-        added = self.add(avoid)
+            await self.look()
+            in_use = self._nodes_in_use()
+        requested = {*avoid, *in_use}
+        added = await self.add(requested)
         try:
-            while not added.is_placed():
-                if (moved := self.take_placed(avoid)) is not None:
+            while True:
+                moved = await self.take_placed(avoided := {*avoid, *in_use})
+                if self.is_placed(added):
+                    break
+                if moved is not None:
                     self.remove(added)
                     return moved
+                if not requested <= avoided:
+                    self.remove(added)
+                    requested = avoided
+                    added = await self.add(requested)
                 await asyncio.sleep(POLL_S)
         except asyncio.CancelledError:
             self.remove(added)
             raise
+        if moved is not None:
+            self.release(moved)
         return added
 
     def release(self, slot: WorkerSlot) -> None:
@@ -155,9 +180,10 @@ class WorkerSlots:
         if slot.placement in self._placements:
             self._free.append(slot)
 
-    def take_placed(self, avoid: Collection[str] = (), *, num_left: int = 0) -> WorkerSlot | None:
+    async def take_placed(self, avoid: Collection[str] = (), *, num_left: int = 0) -> WorkerSlot | None:
         """Take a free slot with reserved resources that is not on a node in ``avoid``, if ``num_left`` others like it stay."""
-        placed = [slot for slot in self._free if slot.is_placed() and (not avoid or slot.node_id() not in avoid)]
+        await self.look()
+        placed = [slot for slot in self._free if self.is_placed(slot) and self.node_id(slot) not in avoid]
         if len(placed) <= num_left:
             return None
         self._free.remove(placed[0])
@@ -171,10 +197,11 @@ class WorkerSlots:
         else:
             self.release(slot)
 
-    def remove_unplaced(self) -> None:
+    async def remove_unplaced(self) -> None:
         """Remove free slots whose node is gone; slots that were requested together with others stay."""
+        await self.look()
         for slot in list(self._free):
-            if slot.placement in self._placements[1:] and not slot.is_placed():
+            if slot.placement in self._placements[1:] and not self.is_placed(slot):
                 self._free.remove(slot)
                 self.remove(slot)
 
@@ -195,14 +222,14 @@ class WorkerSlots:
         free = {(slot.placement, slot.index) for slot in self._free}
         in_use: set[str] = set()
         for placement in self._placements:
-            nodes = placement_group_table(placement).get("bundles_to_node_id", {})
+            nodes = self._seen[placement].get("bundles_to_node_id", {})
             in_use |= {str(node) for index, node in nodes.items() if node and (placement, index) not in free}
         return in_use
 
+    async def _request(self, bundles: list[dict[str, float]], **settings: Any) -> PlacementGroup:
+        return await call_cluster(partial(placement_group, bundles, **settings), on_abandoned=remove_placement_group)
+
     def _remove_placement(self, placement: PlacementGroup) -> None:
-        if _is_settled(placement):
-            remove_placement_group(placement)
-            return
         removal = asyncio.ensure_future(_remove_when_settled(placement))
         self._removals.add(removal)
         removal.add_done_callback(self._removals.discard)
@@ -219,15 +246,15 @@ def _is_settled(placement: PlacementGroup) -> bool:
 
 async def _remove_when_settled(placement: PlacementGroup) -> None:
     deadline = time.monotonic() + SETTLE_S
-    while True:
-        await asyncio.sleep(POLL_S)
-        if time.monotonic() > deadline or _is_settled(placement):
+    while time.monotonic() < deadline:
+        if await call_cluster(_is_settled, placement):
             break
-    remove_placement_group(placement)
+        await asyncio.sleep(POLL_S)
+    await call_cluster(remove_placement_group, placement)
 
 
 def has_waiting_groups(name: str, totals: Sequence[Mapping[str, float]]) -> bool:
-    """Return True if a placement group without the prefix ``name`` waits for resources that the nodes' ``totals`` allow."""
+    """Return True if a placement group without the prefix ``name`` waits for resources that ``totals`` allow; blocks."""
     for group in placement_group_table().values():
         if group["state"] in ("PENDING", "RESCHEDULING") and not str(group["name"]).startswith(name):
             bundles = [dict(bundle) for bundle in group["bundles"].values()]

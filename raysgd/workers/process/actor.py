@@ -195,7 +195,7 @@ class WorkerActor(Watched):
         return None
 
     def list_imports(self) -> list[str]:
-        """Return the modules that spares and preloaded processes should import; see `installed_modules`."""
+        """Return the modules that spares should import; see `installed_modules`."""
         return installed_modules() if self._backend is not None and self._backend.can_import_early else []
 
     def import_early(self, names: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ have, for the same checks as a real run's. `previous_state_of` returns what a re
 ``tests/support/run_fuzz.py`` steps random runs.
 """
 
-from support.simulation.events import RETURNED, broken, failed, part, reports, saved
+from support.simulation.events import RETURNED, broken, failed, part, reports, saved, scoring
 from support.simulation.histories import history_of, previous_state_of
 from support.simulation.stepping import SimulatedRun, finish, kill, running, uri_of
 
@@ -23,5 +23,6 @@ __all__ = [
     "reports",
     "running",
     "saved",
+    "scoring",
     "uri_of",
 ]

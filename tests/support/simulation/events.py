@@ -10,15 +10,30 @@ from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.session import events as e
 
 
-def reports(first: int, count: int = 1, rows: list[Any] | None = None) -> e.Reports:
-    """Return reports ``first`` to ``first + count - 1`` of a rank; each row has its number as the metric ``n``."""
+def reports(first: int, count: int = 1, rows: list[Any] | None = None, closes: int | None = None) -> e.Reports:
+    """Return reports ``first`` to ``first + count - 1`` of a rank; each row has its number as the metric ``n``.
+
+    Args:
+        first: The number of the first report.
+        count: How many.
+        rows: What is reported instead.
+        closes: The call of the save that the first report follows, in a loop that saves first.
+    """
     made = [[float(n), float(n), {"n": n}] for n in range(first, first + count)] if rows is None else rows
-    return e.Reports(first, count, json.dumps(made).encode())
+    return e.Reports(first, count, json.dumps(made).encode(), () if closes is None else ((first, closes),))
+
+
+def scoring(
+    metrics: Mapping[str, Any], call: int = 0, first: int | None = None, time_total_s: float = 0.0
+) -> e.Reports:
+    """Return the report of a loop that saves first, after its ``call``-th save; it is number ``first``, by default ``call``."""
+    return reports(call if first is None else first, 1, [[0.0, time_total_s, dict(metrics)]], call)
 
 
 def saved(call: int = 0, reports: int = 1, metrics: Mapping[str, Any] | None = None, **flags: Any) -> e.Saved:
-    """Return the ``call``-th save of a rank, after ``reports`` reports."""
-    settings = {"all_ranks": False, "is_files": False, "allow_pickle": False, **flags}
+    """Return the ``call``-th save of a rank, after ``reports`` reports; by default of a loop that saves once a round."""
+    order = {"awaits_round": reports == call}
+    settings = {"all_ranks": False, "is_files": False, "allow_pickle": False, **order, **flags}
     encoded = None if metrics is None else json.dumps(metrics).encode()
     return e.Saved(call=call, reports=reports, metrics=encoded, time_total_s=float(reports), **settings)
 

@@ -12,6 +12,7 @@ from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.controller import commands as c
 from raysgd.controller import frames
+from raysgd.controller.checkpoints.pending import find_rounds
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.outcome import outcome_data
 from raysgd.controller.run_plan import PreviousState, build_previous_state
@@ -19,10 +20,25 @@ from raysgd.testing.record import History, Stored
 from support.simulation.stepping import SimulatedRun
 
 
-def history_of(run: SimulatedRun, *, max_failures: int | None = None, within_s: float | None = None) -> History:
-    """Return the history that `raysgd.testing.check_history` would read from the files of a simulated run."""
+def history_of(
+    run: SimulatedRun,
+    *,
+    max_failures: int | None = None,
+    within_s: float | None = None,
+    on_storage: Iterable[Manifest] | None = None,
+) -> History:
+    """Return the history that `raysgd.testing.check_history` would read from the files of a simulated run.
+
+    Args:
+        run: The run.
+        max_failures: As for `check_history`.
+        within_s: As for `check_history`.
+        on_storage: The checkpoints on storage; by default those that the run has committed.
+    """
     made = tuple(replace(frame, seq=seq) for seq, frame in enumerate(_frames(run)))
-    return History(made, _stored(run), max_failures, within_s)
+    stored = _committed(run) if on_storage is None else on_storage
+    found = {manifest.number: Stored(_with_files(manifest)) for manifest in stored}
+    return History(made, found, max_failures, within_s)
 
 
 def _frames(run: SimulatedRun) -> Iterator[Frame]:  # noqa: C901  (a dispatch: a line or two a case)
@@ -61,11 +77,12 @@ def _event(kind: str, attempt: int, data: dict[str, Any]) -> Frame:
     return Frame(0, frames.EVENT, attempt, data={"kind": kind, "timestamp": 0.0, "data": data})
 
 
-def _stored(run: SimulatedRun) -> dict[int, Stored]:
+def _committed(run: SimulatedRun) -> list[Manifest]:
     committed = [frame.data["number"] for frame in run.emitted(frames.CHECKPOINT)]
     deleted = {command.number for command in run.all_of(c.DeleteCheckpoint)}
-    manifests = {commit.manifest.number: commit.manifest for commit in run.all_of(c.CommitCheckpoint)}
-    return {number: Stored(_with_files(manifests[number])) for number in committed if number not in deleted}
+    written = (each.manifest for each in run.commands if isinstance(each, (c.CommitCheckpoint, c.WriteRound)))
+    manifests = {manifest.number: manifest for manifest in written}
+    return [manifests[number] for number in committed if number not in deleted]
 
 
 def _with_files(manifest: Manifest) -> Manifest:
@@ -81,10 +98,10 @@ def previous_state_of(run: SimulatedRun, on_storage: Iterable[Manifest] | None =
         run: The run until now.
         on_storage: The manifests on storage; by default those of the committed checkpoints.
     """
-    history = history_of(run)
+    history = history_of(run, on_storage=on_storage)
     journal = [frame for frame in history.frames if frame.kind != frames.REPORTS]
     known = [stored.manifest for stored in history.stored.values() if stored.manifest is not None]
-    manifests = sorted(known if on_storage is None else on_storage, key=lambda manifest: manifest.number)
+    manifests = find_rounds(sorted(known, key=lambda manifest: manifest.number), history.frames, {})
     return build_previous_state(
         journal, history.frames[-1].seq, manifests, max((m.number for m in manifests), default=0)
     )

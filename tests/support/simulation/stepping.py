@@ -12,12 +12,14 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.machine.lifecycle import GATHER_S
 from raysgd.controller.machine.machine import RunMachine
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
 from raysgd.controller.states import Closed, Outcome
 from raysgd.session import events as e
 from support.simulation.events import RETURNED, part, saved
+
+#: Promised numbers, written out.
+GATHER_S = 0.05
 
 C = TypeVar("C", bound=c.Command)
 
@@ -33,6 +35,7 @@ class SimulatedRun:
     Attributes:
         now: The time by which timers fire.
         clock_error_s: By how much the machine's clock is ahead of it, as after a correction of the node's clock.
+        was_clock_corrected: Times before and after a correction cannot be compared.
         commands: All commands, in order.
     """
 
@@ -49,6 +52,7 @@ class SimulatedRun:
     ) -> None:
         self.now = 1000.0
         self.clock_error_s = 0.0
+        self.was_clock_corrected = False
         self.commands: list[c.Command] = []
         self.num_ranks = num_ranks
         self.attempt = 0
@@ -69,7 +73,7 @@ class SimulatedRun:
         """Restart the controller's process; the commands so far are kept."""
         self._plan = replace(self._plan, previous=past)
         self._timers.clear()
-        self._num_answered = len([command for command in self.all_of(c.CommitCheckpoint) if not command.amend])
+        self._num_answered = len(self.all_of(c.CommitCheckpoint))
         self._begin()
 
     def _begin(self) -> None:
@@ -99,9 +103,12 @@ class SimulatedRun:
             if not isinstance(event, e.Reports):
                 commands += self.feed(c.EventReceived(rank, given, event))
             elif self.machine.accepts(given):
-                data = {"first": event.first, "count": event.count}
+                number_of = self.machine.checkpoints.number_of
+                closes = [[index, number_of(call)] for index, call in event.closes]
+                data = {"first": event.first, "count": event.count, "closes": closes}
                 commands += self._keep([c.EmitFrame(frames.REPORTS, given, rank, data, event.rows)])
-                commands += self.feed(c.ReportsReceived(rank, given, event.first + event.count))
+                closings = frames.closings_of(data, event.rows)
+                commands += self.feed(c.ReportsReceived(rank, given, event.first + event.count, closings))
         return commands
 
     def end_stream(self, rank: int, died: str | None = None, *, attempt: int | None = None) -> list[c.Command]:
@@ -146,7 +153,7 @@ class SimulatedRun:
 
     def unanswered(self) -> list[c.CommitCheckpoint]:
         """Return the commits since the last call; the caller answers them."""
-        commits = [command for command in self.all_of(c.CommitCheckpoint) if not command.amend]
+        commits = self.all_of(c.CommitCheckpoint)
         new, self._num_answered = commits[self._num_answered :], len(commits)
         return new
 

@@ -1,0 +1,52 @@
+"""Loops that change weights, layers or the optimizer outside of its step train as the plain loop does, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from support import weight_edits
+from support.torch_ranks import RankGroup
+
+pytestmark = pytest.mark.timeout(300)
+
+SHARDED = ("ZeRO 3", "bf16-true, ZeRO 3", "accelerate, ZeRO 3")
+WITH_MASTERS = ("bf16-true", "bf16-true, ZeRO 1")
+#: What is refused, by edit: the strategies, and what the error says.
+REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
+    "swap_tensors": {"use_count of t1": ("DDP", "bf16-true")},  # torch's own
+    "set_": {"aten.set_.source_Tensor does not have a sharding strategy": SHARDED},  # torch's own
+    "exchange": {"give Engine(find_unused_parameters=True)": (SHARDED[0], SHARDED[2]), "same dtype": (SHARDED[1],)},
+    "tie": {"frozen.weight was replaced by another one": SHARDED},
+    "parametrize": {"middle.weight was replaced by another one": SHARDED},
+    "round": {"convert the model before engine.compose": SHARDED, "Input type": WITH_MASTERS},
+    "SAM": {"Sharpness needs whole parameters": SHARDED},  # its norm and a scalar are of different kinds there
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankGroup]:
+    with RankGroup(weight_edits.RANKS) as group:
+        yield group
+
+
+@pytest.mark.parametrize("edit", weight_edits.EDITS)
+def test_what_the_loop_does_to_weights_and_optimizer_wins(ranks: RankGroup, edit: str) -> None:
+    cases = [
+        (strategy, edit, 3, accumulation)
+        for strategy, (_, is_accelerated) in weight_edits.STRATEGIES.items()
+        for accumulation in ((1,) if is_accelerated or edit == "SAM" else (1, 2))
+    ]
+    refusals = {name: text for text, names in REFUSED.get(edit, {}).items() for name in names}
+    wrong = []
+    for (strategy, *_), *outcomes in zip(cases, *ranks.run(weight_edits.compare, cases), strict=True):
+        precision = weight_edits.STRATEGIES[strategy][0].get("precision", "fp32")
+        for outcome in outcomes:
+            if isinstance(outcome, str):
+                is_right = strategy in refusals and refusals[strategy] in outcome
+            else:
+                is_right = strategy not in refusals and outcome < weight_edits.TOLERANCES[precision]
+            if not is_right:
+                wrong.append(f"{strategy}: {outcome}")
+    assert not wrong, "\n".join(wrong)

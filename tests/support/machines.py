@@ -1,0 +1,193 @@
+"""Several machines on one: namespaces for network, mounts, processes, IPC and host name, joined by a bridge.
+
+Each machine has its own address, ``/tmp``, ``/dev/shm``, home and host name. The disk is shared. A cable can be pulled: packets
+are dropped, and no connection closes. All traffic stays in the namespaces. This needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from support.leftovers import MARK
+from support.poll import until
+from support.project import ROOT
+
+_NETWORK = "10.99.7"
+_BOOT_S = 20.0
+_START_S = 90.0
+#: The init process of a machine: it sets the machine up and then sleeps. Arguments: host name, private folder, folders to keep.
+_INIT = """
+set -e
+hostname "$1"; private="$2"; shift 2
+mount --make-rprivate /
+mount --bind "$private/hosts" /etc/hosts
+mount -t tmpfs -o size=1g none /dev/shm
+for kept in "$@"; do mkdir -p "$private${kept#/tmp}"; mount --bind "$kept" "$private${kept#/tmp}"; done
+mount --rbind "$private" /tmp
+touch /tmp/ready
+exec sleep infinity
+"""
+
+
+@functools.cache
+def why_impossible() -> str | None:
+    """Return why this process cannot make machines, or None."""
+    if os.geteuid() != 0:
+        return "it needs root"
+    if missing := [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]:
+        return f"it needs {', '.join(missing)} (iproute2, util-linux)"
+    name = f"raysgd-probe-{os.getpid()}"
+    tried = _call("ip", "netns", "add", name, check=False)
+    _call("ip", "netns", "del", name, check=False)
+    return f"no network namespace can be made here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+class Machines:
+    """Machines 0 to ``count`` - 1, each with some logical CPUs for Ray; the first one is the cluster's head.
+
+    Args:
+        folder: A folder for the machines' private files, which is not below /tmp on the machines.
+        count: The number of machines.
+        num_cpus: The CPUs of each.
+    """
+
+    def __init__(self, folder: Path, count: int, num_cpus: int = 2) -> None:
+        self._folder = folder
+        self._count = count
+        self._num_cpus = num_cpus
+        self._prefix = f"rs{os.getpid()}"
+        self._switch = f"{self._prefix}sw"
+        self._inits: dict[int, int] = {}
+        self._parents: dict[int, subprocess.Popen[bytes]] = {}
+        self._drivers: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Machines:
+        _call("ip", "netns", "add", self._switch)
+        _call("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+        _call("ip", "-n", self._switch, "link", "set", "br0", "up")
+        for machine in range(self._count):
+            self._connect(machine)
+            self.boot(machine)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for machine in list(self._inits):
+            self.kill(machine)
+        for driver in self._drivers:
+            driver.kill()
+            driver.wait()
+        for name in (self._switch, *[self._name(machine) for machine in range(self._count)]):
+            _call("ip", "netns", "del", name, check=False)
+
+    def boot(self, machine: int) -> None:
+        """Start a machine, with an empty ``/tmp``."""
+        private = self._folder / f"machine-{machine}"
+        shutil.rmtree(private, ignore_errors=True)
+        (private / "home").mkdir(parents=True)
+        private.chmod(0o1777)
+        names = [f"{self._address(each)} machine-{each}" for each in range(self._count)]
+        (private / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
+        kept = [str(path) for path in (ROOT, self._folder, Path(sys.prefix)) if path.is_relative_to("/tmp")]
+        namespaces = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc"]
+        init = ["bash", "-c", _INIT, "init", f"machine-{machine}", str(private), *kept]
+        command = ["ip", "netns", "exec", self._name(machine), *namespaces, *init]
+        self._parents[machine] = parent = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        assert until((private / "ready").exists, _BOOT_S), f"machine {machine} did not start"
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        self._inits[machine] = int(children[0])
+
+    def kill(self, machine: int) -> None:
+        """Kill all processes of a machine at once."""
+        os.kill(self._inits.pop(machine), signal.SIGKILL)
+        self._parents.pop(machine).wait()
+
+    def start_ray(self, *machines: int) -> None:
+        """Make the machines nodes of the cluster; without arguments, all of them."""
+        for machine in machines or range(self._count):
+            where = ["--head", "--port=6379", "--include-dashboard=false"]
+            if machine != 0:
+                where = [f"--address={self._address(0)}:6379"]
+            common = [f"--node-ip-address={self._address(machine)}", f"--num-cpus={self._num_cpus}"]
+            common += ["--object-store-memory=150000000", "--disable-usage-stats"]
+            started = subprocess.run(
+                [*self._enter(machine), "ray", "start", *where, *common],
+                capture_output=True,
+                text=True,
+                timeout=_START_S,
+            )
+            assert started.returncode == 0, started.stdout + started.stderr
+
+    def plug(self, machine: int, *, is_in: bool) -> None:
+        """Plug a machine's cable in, or pull it."""
+        _call("ip", "-n", self._switch, "link", "set", f"v{machine}", "up" if is_in else "down")
+
+    def run(self, machine: int, *command: str, timeout_s: float = 30.0) -> str:
+        """Run a command on a machine; return what it wrote."""
+        done = subprocess.run(
+            [*self._enter(machine), *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout_s,
+            text=True,
+        )
+        return done.stdout
+
+    def start(self, machine: int, *command: str, output: Path) -> subprocess.Popen[bytes]:
+        """Start a program on a machine, which writes to a file."""
+        with output.open("wb") as file:
+            driver = subprocess.Popen(
+                [*self._enter(machine), *command], stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            )
+        self._drivers.append(driver)
+        return driver
+
+    def _enter(self, machine: int) -> Sequence[str]:
+        environment = {
+            "PATH": f"{sys.prefix}/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "HOME": "/tmp/home",
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            MARK: os.environ.get(MARK, ""),
+        }
+        variables = [f"{name}={value}" for name, value in environment.items()]
+        namespaces = ["--mount", "--uts", "--ipc", "--net", "--pid"]
+        return ["nsenter", f"--target={self._inits[machine]}", *namespaces, "--wd=/tmp/home", "env", "-i", *variables]
+
+    def _connect(self, machine: int) -> None:
+        name, cable = self._name(machine), f"v{machine}"
+        _call("ip", "netns", "add", name)
+        _call("ip", "-n", self._switch, "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
+        _call("ip", "-n", self._switch, "link", "set", cable, "master", "br0", "up")
+        _call("ip", "-n", name, "addr", "add", f"{self._address(machine)}/24", "dev", "eth0")
+        for device in ("eth0", "lo"):
+            _call("ip", "-n", name, "link", "set", device, "up")
+
+    def _name(self, machine: int) -> str:
+        return f"{self._prefix}m{machine}"
+
+    @staticmethod
+    def _address(machine: int) -> str:
+        return f"{_NETWORK}.{machine + 1}"
+
+
+def _call(*command: str, check: bool = True) -> subprocess.CompletedProcess[Any]:
+    return subprocess.run(command, check=check, capture_output=True, text=True)
+
+
+def wait_for_seconds(until_s: float) -> None:
+    """Wait until that time of the monotonic clock."""
+    time.sleep(max(0.0, until_s - time.monotonic()))
