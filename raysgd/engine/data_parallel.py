@@ -103,6 +103,7 @@ class DataParallel:
         """
         if self._collects_each_pass or accumulation.is_complete:
             self.shards.collect_gradients()
+        self.shards.is_collecting = False  # a pass of another engine may reach these parameters, as in a GAN
 
     def share_gradients(self) -> None:
         """Make the gradients of an unfinished step those of all ranks; passes that follow add to them. All ranks call it."""

@@ -15,12 +15,15 @@ from torch.distributed.tensor import DTensor
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedHook
 from raysgd.engine.data_parallel import DataParallel
-from raysgd.engine.local_tensors import make_data_settable
+from raysgd.engine.local_tensors import local_of, make_data_settable
 from raysgd.engine.optimizer_shards import OptimizerShards
 from raysgd.engine.precision import DTYPES, widen_parameters
 from raysgd.engine.tensor_parallel import fsdp_shard_placement
 from raysgd.errors import ConfigError, UsageError
 from raysgd.torch.devices import device
+
+#: Calls of each block in which its parameters are checked for changes.
+_CHECKED_CALLS = 2
 
 
 class FullySharded(DataParallel):
@@ -58,6 +61,8 @@ class FullySharded(DataParallel):
         self.shards = OptimizerShards(list(scalars), group, is_early=self._is_early)
         self._divided = {each for each in model.parameters() if each.ndim}
         self._groups = list(_groups(model))
+        for parameters in self._groups:
+            parameters.post_forward = _checking(parameters, replicas.get_local_rank())
         self._note(sharded, f"FSDP over {replicas.size()} ranks")
 
     def parameters_of(self, model: nn.Module) -> Mapping[str, nn.Parameter]:
@@ -231,6 +236,30 @@ def _noting(parameters: Any, post_backward: Callable[..., None], used: set[int])
         post_backward(*args)
 
     return note
+
+
+def _checking(parameters: Any, rank: int) -> Callable[..., Any]:
+    """Return a ``post_forward`` that checks in its first calls that the pass has not changed the parameters.
+
+    The gathered ones are dropped after the pass. Later calls would make a device wait.
+    """
+    post_forward, calls = parameters.post_forward, iter(range(_CHECKED_CALLS))
+
+    def check(*args: Any) -> Any:
+        if next(calls, None) is not None:
+            for each in parameters.fsdp_params:
+                whole, own = local_of(each._unsharded_param.detach()), local_of(each.sharded_param.detach())
+                dim = each.fsdp_placement.dim
+                most = -(-whole.shape[dim] // parameters.mesh_info.shard_mesh_size)
+                gathered = whole.narrow(dim, min(rank * most, whole.shape[dim]), own.shape[dim])
+                if not torch.allclose(gathered, own.to(gathered), rtol=0, atol=0, equal_nan=True):
+                    raise UsageError(
+                        f"zero_stage=3: the parameter {each._param_fqn} was changed in a forward pass, for which it is gathered, "
+                        "and the change would be lost: change parameters after optimizer.step(), or give zero_stage=2."
+                    )
+        return post_forward(*args)
+
+    return check
 
 
 def _without_shared(blocks: Mapping[str, nn.Module], model: nn.Module) -> dict[str, nn.Module]:

@@ -210,6 +210,12 @@ class HiddenGradients:
             each.grad = gradient
         self.drop()
 
+    def drop_strange(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Drop the gradients that tensors have got since theirs were hidden."""
+        for each in tensors:
+            if self.is_strange(each):
+                each.grad = None
+
     def drop(self) -> None:
         """Forget the gradients."""
         self._hidden.clear()

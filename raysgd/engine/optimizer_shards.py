@@ -118,9 +118,10 @@ class _Shard:
                 placed: torch.Tensor = gradient.redistribute(placements=self.tensor.placements).to(self.tensor.dtype)
                 return placed
         raise UsageError(
-            f"a parameter of shape {tuple(self.parameter.shape)} got a gradient from the loop that is not divided as the "
-            "optimizer's state is: change the gradient that is there, as by parameter.grad.mul_(factor), or make the new one of "
-            "it, as by torch.zeros_like(parameter.grad)."
+            f"a parameter of shape {tuple(self.parameter.shape)} got a gradient that is not divided as the optimizer's "
+            "state is. If it is of another model's loss, as in a GAN, call optimizer.zero_grad() before this pass. In the loop, "
+            "change the gradient that is there, as by parameter.grad.mul_(factor), or make the new one of it, as by "
+            "torch.zeros_like(parameter.grad)."
         )
 
 

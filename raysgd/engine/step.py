@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -154,7 +154,8 @@ class Step:
             self._search_scale(loss, weight)
             self.begin_pass()
             factor = self._factor(weight)
-            (loss if factor == 1 else loss * factor).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            with self._unscaled_elsewhere(factor):
+                (loss if factor == 1 else loss * factor).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         elif loss.requires_grad:
             raise UsageError(
                 "with pipeline_parallel the backward passes are made when the model is called; give engine.backward the loss "
@@ -176,8 +177,7 @@ class Step:
         else:  # there are gradients if the loop has not dropped them, to which more are added
             self._data_parallel.shards.hold_gradients()
             self._check_kept()
-            self._gradients.scale(self._divided_by)
-            self._divided_by = 1.0
+            self._gradients.scale(self._divided_by if self.is_complete else self._loss_scale.scale)
         self._data_parallel.begin_pass(self._accumulation)
 
     def end_pass(self, weight: float) -> None:
@@ -299,6 +299,22 @@ class Step:
         if api.world_size() > 1:
             dist.all_reduce(state, op=dist.ReduceOp.MIN)
         return None if not state else bool(state == 1)
+
+    @contextmanager
+    def _unscaled_elsewhere(self, factor: float) -> Iterator[None]:
+        """Let a backward pass leave gradients without a factor at the parameters of other engines' models."""
+        others = (
+            [] if factor == 1 else [each for step in _steps if step is not self for each in step._parameters.values()]
+        )
+        before = [each.grad for each in others]
+        for each in others:
+            each.grad = None
+        yield
+        for each, earlier in zip(others, before, strict=True):
+            if each.grad is not None:
+                scale([each.grad], 1 / factor)
+            if earlier is not None:
+                each.grad = earlier if each.grad is None else earlier + each.grad
 
     # -- complete gradients, which are the loop's ------------------------------------------------------------------------
 
@@ -435,7 +451,7 @@ class Step:
         self._accumulation.on_step(skipped=skipped)
         self._batches.end_step()
         # If the loop keeps the gradients, those of the next pass are added.
-        self._weight, self._divided_by, self._num_pipelined = 0.0, self._loss_scale.scale, 0
+        self._weight, self._num_pipelined = 0.0, 0
         self.share_buffers()
 
     def share_buffers(self) -> None:
@@ -448,7 +464,9 @@ class Step:
             self._accumulation.discard()
             self._batches.end_step()
             self._weight = 0.0
-        if not self._accumulation.is_open and self._optimizer is not None:
+        if self._accumulation.is_open:
+            self.hidden.drop_strange(self._parameters.values())  # of the loss of another engine's model
+        elif self._optimizer is not None:
             self._optimizer.zero_grad()
             dropped = (each for group in self._optimizer.param_groups for each in group["params"])
             self._data_parallel.shards.drop_gradients(self._parameters.values() if of_model else dropped)

@@ -368,6 +368,41 @@ def test_copies_and_averages_of_a_sharded_model_are_refused() -> None:
     assert torch.equal(early.module.last.weight, other.last.weight)
 
 
+class Averaging(nn.Module):
+    """A model that keeps an average of its own weights, and updates it in its forward pass."""
+
+    def __init__(self, update: Any) -> None:
+        super().__init__()
+        self.student, self.teacher, self.update = Net(), Net().requires_grad_(False), update
+        self.teacher.load_state_dict({name: 0 * each for name, each in self.student.state_dict().items()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                self.update(own, other)
+        return self.student(x)  # type: ignore[no-any-return]
+
+
+def _assign(own: torch.Tensor, other: torch.Tensor) -> None:
+    own.data = own.data * 0.9 + other.data * 0.1
+
+
+@pytest.mark.parametrize(
+    "update",
+    [lambda own, other: own.lerp_(other, 0.1), lambda own, other: own.data.lerp_(other.data, 0.1), _assign],
+    ids=["in place", "in place of data", "data"],
+)
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_parameter_that_changes_in_a_forward_pass_is_kept_or_refused(zero_stage: int, update: Any) -> None:
+    engine, model, optimizer = composed(Averaging(update), zero_stage=zero_stage)
+    if zero_stage == 3:
+        with pytest.raises(UsageError, match=r"teacher\.\S+ was changed in a forward pass.*give zero_stage=2"):
+            step(engine, model, optimizer)
+    else:
+        step(engine, model, optimizer)
+        assert torch.allclose(model.teacher.last.weight, 0.1 * Net().last.weight)
+
+
 def test_sharded_model_that_train_func_returns_is_refused_with_what_to_do() -> None:
     _, model, _ = composed(zero_stage=3)
     with pytest.raises(
