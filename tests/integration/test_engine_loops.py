@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.loop_runs import HABITS, Judge, Loop, draw
+from support.loop_habits import HABITS
+from support.loop_runs import Loop, draw
+from support.loop_verdicts import Judge
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -1,4 +1,4 @@
-"""What loops of users do beside a plain step: one row for each habit, with the function that does it and the place where.
+"""What loops of users do in addition to a plain step: one row for each habit, with the function that does it and the place where.
 
 A habit is code of a user. It runs unchanged in the plain loop of one process and in the loop with the engine, which
 `support.loop_runs` has. Habits are drawn several at a time, one of each kind at most.
@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import AveragedModel
+
+from support.loop_models import Exchanging
 
 if TYPE_CHECKING:
     from support.loop_runs import Run
@@ -283,49 +285,6 @@ def update_average(run: Run) -> None:
 def log_average(run: Run) -> None:
     for each in run.notes["ema"].module.parameters():
         run.log(run.whole(each).norm())
-
-
-class Exchanging(torch.optim.Optimizer):
-    """Stochastic gradient descent whose average of weights is evaluated, as schedule-free optimizers do it."""
-
-    def __init__(self, parameters: Any, lr: float = 0.05, beta: float = 0.8) -> None:
-        super().__init__(parameters, {"lr": lr, "beta": beta, "is_training": True, "count": 0})
-
-    def _each(self) -> Iterator[tuple[dict[str, Any], Any, dict[str, Any]]]:
-        for group in self.param_groups:
-            for each in group["params"]:
-                state = self.state[each]
-                if not state:
-                    state["z"], state["x"] = each.detach().clone(), each.detach().clone()
-                yield group, each, state
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        for group, each, state in self._each():
-            if group["is_training"]:
-                each.copy_(state["x"])
-        self._set(False)
-
-    @torch.no_grad()
-    def train(self) -> None:
-        for group, each, state in self._each():
-            if not group["is_training"]:
-                each.copy_(state["z"].lerp(state["x"], group["beta"]))
-        self._set(True)
-
-    def _set(self, is_training: bool) -> None:
-        for group in self.param_groups:
-            group["is_training"] = is_training
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["count"] += 1
-        for group, each, state in self._each():
-            if each.grad is not None:
-                state["z"].sub_(each.grad, alpha=group["lr"])
-                state["x"].lerp_(state["z"], 1 / (group["count"] + 1))
-                each.copy_(state["z"].lerp(state["x"], group["beta"]))
 
 
 def evaluate_average(run: Run) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import raysgd
 from raysgd.backends import torch_groups
@@ -30,18 +30,14 @@ from raysgd.errors import RaySGDError
 from raysgd.torch.model import unwrap
 from support.group_sessions import group_session
 from support.loop_habits import HABITS, OF_STAGES, Habit
-from support.torch_ranks import RankGroup
+from support.loop_models import VOCABULARY, Net, RowsFrom, make_llama
 
 RANKS = 2
 #: The largest difference of a number of 1 or so that rounding explains. Sums of two ranks are rounded in another order: a few
 #: units of 1.2e-7 in each of up to 14 steps. Numbers of bf16 have 8 bits, those of fp16 11.
 TOLERANCES = {"fp32": 3e-5, "bf16": 3e-2, "fp16": 5e-3, "bf16-true": 4e-2}
-VOCABULARY = 11
-TOO_LARGE = 1e20  # for a gradient in fp16
 #: What the guide calls strategies by whose marks habits are refused.
 NAMES = {"all": "all strategies", "tensor": "tensor parallelism", "pipeline": "pipelines"}
-TOGETHER = 10  # loops of one call
-TIMEOUT_S = 60  # of such a call, which takes a few seconds
 
 
 @dataclass(frozen=True)
@@ -176,85 +172,6 @@ class Outcome:
     values: dict[str, list[float]] = field(default_factory=dict)
     error: str | None = None
     is_refused: bool = False
-
-
-class Multiply(torch.autograd.Function):
-    """Multiplies gradients, not values."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.factor, None
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, options: set[str]) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-        self.norm = nn.BatchNorm1d(width, eps=0.1) if "norm" in options else nn.Identity()
-        self.dropout = nn.Dropout(0.3 if "dropout" in options else 0.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(torch.tanh(self.norm(self.down(torch.tanh(self.up(x))))))
-
-
-class Net(nn.Module):
-    """Layers around blocks, of which a batch may use some, a scalar, and a buffer."""
-
-    shift: torch.Tensor
-
-    def __init__(self, numbers: random.Random, options: set[str]) -> None:
-        super().__init__()
-        self.width = numbers.choice([4, 6])
-        self.first = nn.Linear(3, self.width)
-        self.blocks = nn.ModuleList(Block(self.width, options) for _ in range(2))
-        self.last = nn.Linear(self.width, 1)
-        self.gain = nn.Parameter(torch.tensor(0.8))
-        self.register_buffer("shift", torch.linspace(0.5, -0.5, self.width))
-        self.extra: nn.Module | None = None
-        self.options = options
-        self.overflows = False
-
-    def forward(self, x: torch.Tensor, branch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = torch.tanh(self.first(x))
-        if "shift" in self.options:
-            hidden = hidden + self.shift
-        has_branches = any(each.startswith("branch") for each in self.options)
-        for number, block in enumerate(self.blocks):
-            is_left_out = ("unused" in self.options and number == 1) or (has_branches and number != branch)
-            if not is_left_out:
-                hidden = block(hidden)
-        if self.extra is not None:
-            hidden = torch.tanh(self.extra(hidden))
-        if self.overflows:
-            hidden = Multiply.apply(hidden, TOO_LARGE)  # type: ignore[no-untyped-call]
-        return self.gain * self.last(hidden), hidden
-
-
-def make_llama() -> nn.Module:
-    """Make a model of which a pipeline can have stages."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=8))
-
-
-class RowsFrom(Sampler[int]):
-    """The rows of an epoch in their order, from any one on, as a user's loop resumes."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows, self.first = num_rows, 0
-
-    def __len__(self) -> int:
-        return self.num_rows - self.first
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.first, self.num_rows))
 
 
 class Run:
@@ -647,107 +564,3 @@ def group_of(size: int, rank: int, store: Any, number: int) -> Iterator[None]:
     of_part = dist.HashStore() if size == 1 else dist.PrefixStore(f"part {number}", store)
     dist.init_process_group("gloo", store=of_part, rank=rank if size > 1 else 0, world_size=size)
     yield
-
-
-def compare(loops: list[Loop]) -> list[tuple[Outcome, Outcome, float]]:
-    """Train each loop with the engine, and plainly."""
-    found = []
-    for loop in loops:
-        begin = time.monotonic()
-        own = train(loop)
-        middle = time.monotonic()
-        found.append((own, train_plainly(loop), middle - begin))
-    return found
-
-
-def difference(loop: Loop, rank: int, own: Outcome, plain: Outcome) -> str | None:
-    """Return how a rank's loop differs from the plain one, or None; of a loop that was refused, until then."""
-    losses = dict(plain.losses)
-    copies = STRATEGIES[loop.strategy].copies
-    sizes = {number: size for size, first, last in parts_of(loop) for number in range(first, last)}
-    for number, (loss,) in own.losses:
-        of_ranks = losses[number]
-        is_alone = sizes[number] == 1 or copies == 1
-        expected = sum(of_ranks) / len(of_ranks) if is_alone else of_ranks[rank]
-        if not abs(loss - expected) <= loop.tolerance * max(1.0, abs(expected)):
-            return f"the loss of batch {number} is {loss:.6g}, not {expected:.6g}"
-    if own.error is not None:
-        return None
-    if [number for number, _ in own.losses] != list(losses):
-        return f"batches {[number for number, _ in own.losses]}"
-    for name, values in plain.values.items():
-        if name not in own.values and "pipeline" in loop.marks:
-            continue  # another stage has it
-        found = own.values[name]
-        if name == "logged" and rank and (not found or "norm" in loop.net):
-            continue  # the first rank has evaluated alone, or within a step, in which buffers are each rank's own
-        if len(found) != len(values):
-            return f"{len(found)} {name} in place of {len(values)}"
-        worst = max((abs(one - two) / max(1.0, abs(two)) for one, two in zip(found, values, strict=True)), default=0.0)
-        if not worst <= loop.tolerance:
-            return f"{name} differ by {worst:.2g}"
-    return None
-
-
-def find_difference(loop: Loop, of_ranks: list[tuple[Outcome, Outcome, float]]) -> str | None:
-    """Return what is wrong with a loop, or None: it is right on all ranks, or was refused before it differed."""
-    for rank, (own, plain, _) in enumerate(of_ranks):
-        if (wrong := difference(loop, rank, own, plain)) is not None:
-            return f"rank {rank}: {wrong}"
-    errors = [own for own, *_ in of_ranks if own.error is not None]
-    refused = [own.error for own in errors if own.is_refused]
-    if errors and not refused:
-        return f"ended without a sentence: {errors[0].error}"
-    if refused and not loop.is_refused:
-        return f"refused: {refused[0]}"
-    if loop.is_refused and not refused:
-        return "is right, and the guide says that it is refused"
-    return None
-
-
-class Judge:
-    """Compares loops in the processes of two ranks, and starts these again when a loop has ended them; a context manager."""
-
-    def __enter__(self) -> Judge:
-        self._group = RankGroup(RANKS, timeout_s=TIMEOUT_S)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._group.__exit__()
-
-    def find_wrong(self, loops: list[Loop]) -> list[str]:
-        """Return how loops are wrong, each with the fewest habits that are."""
-        found = []
-        for first in range(0, len(loops), TOGETHER):
-            together = loops[first : first + TOGETHER]
-            texts = self._find_differences(together)
-            for loop, text in zip(together, texts, strict=True):
-                if text is not None:
-                    smallest, of_smallest = self._shrink(loop, text)
-                    found.append(f"{smallest}: {of_smallest} [drawn: {loop}]")
-        return found
-
-    def _find_differences(self, loops: list[Loop]) -> list[str | None]:
-        try:
-            of_ranks = self._group.run(compare, loops)
-        except AssertionError as error:  # a rank has died, or waits for another one
-            self._group.__exit__()
-            self._group = RankGroup(RANKS, timeout_s=TIMEOUT_S)
-            if len(loops) == 1:
-                return [f"the processes do not answer: {str(error)[-1000:]}"]
-            return [text for loop in loops for text in self._find_differences([loop])]
-        return [find_difference(loop, list(outcomes)) for loop, *outcomes in zip(loops, *of_ranks, strict=True)]
-
-    def _shrink(self, loop: Loop, text: str) -> tuple[Loop, str]:
-        for smaller in filter(fits, loop.smaller()):
-            (found,) = self._find_differences([smaller])
-            if found is not None:
-                return self._shrink(smaller, found)
-        return loop, text
-
-
-def table() -> str:
-    """Return the table of the guide: what a loop may do, and with which strategies that is refused."""
-    rows = [["the loop may", "refused with"], ["---", "---"]]
-    rows += [[each.text, ", ".join(NAMES.get(mark, mark) for mark in each.refused)] for each in HABITS.values()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -20,7 +20,7 @@ from raysgd.backends.torch import model_reducers
 from raysgd.engine.accumulation import Accumulation
 from raysgd.errors import ConfigError, SerializationError, UsageError
 from raysgd.workers.pickling import dumps_returned
-from support import groups, loop_runs, project
+from support import groups, loop_verdicts, project
 from support.engine_steps import session_of
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -453,4 +453,4 @@ def test_training_leaves_no_tensors_behind(strategies: dict[str, Any]) -> None:
 
 
 def test_table_of_the_guide_is_that_of_the_tests() -> None:
-    assert loop_runs.table() in (project.ROOT / "doc/guides/large-models.md").read_text()
+    assert loop_verdicts.table() in (project.ROOT / "doc/guides/large-models.md").read_text()

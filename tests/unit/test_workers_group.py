@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysgd.workers.group import monitor
-from raysgd.workers.group.group import RankAgreement
+from raysgd.workers.group.agreement import RankAgreement
 from raysgd.workers.group.monitor import GroupMonitor
 from raysgd.workers.group.processes import Worker
 from raysgd.workers.liveness.node_agent import NodeUnreachableError, ProcessStatus

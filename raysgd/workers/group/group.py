@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from raysgd.backends.rendezvous import loopback_of
 from raysgd.config import FailureConfig, ScalingConfig
 from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
 from raysgd.session.events import WorkerEvent
+from raysgd.workers.group.agreement import RankAgreement
 from raysgd.workers.group.checkpoint_memory import ClusterMemory
 from raysgd.workers.group.event_streams import WorkerDied, WorkerStreams
 from raysgd.workers.group.joining import JoiningWorkers
@@ -482,9 +483,8 @@ class WorkerGroup:
         excluded = self._avoided.ids | {info.node_id for info in infos if info is not None}
         num_left = self.size - len(ranks)
         num_missing = len(ranks) - self._reserve.count_outside(excluded)
-        if num_left - num_left % self._multiple >= self._scaling.min_workers or num_missing <= 0:
-            return True
-        if await call_cluster(has_autoscaler):
+        is_enough = num_left - num_left % self._multiple >= self._scaling.min_workers or num_missing <= 0
+        if is_enough or await call_cluster(has_autoscaler):
             return True
         nodes = [node for node in await call_cluster(list_nodes) if node.node_id not in excluded]
         return count_fitting(self._scaling.bundle(), nodes) >= num_missing
@@ -583,41 +583,3 @@ class WorkerGroup:
 
     def _infos(self) -> list[WorkerInfo]:
         return [worker.info for worker in self._workers() if worker.info is not None]
-
-
-class RankAgreement:
-    """Makes all ranks of an attempt stop or leave at the same place of their loops.
-
-    It holds the ranks, which returns how far each has come, and then releases them up to the furthest place: see
-    `raysgd.session.gates` for the workers' side. The death of a rank in between ends the attempt anyway.
-
-    Args:
-        call: Calls a method of all worker actors with the given arguments; returns the results by rank.
-    """
-
-    def __init__(self, call: Callable[..., Awaitable[list[Any]]]) -> None:
-        self._call = call
-        self._stopping = asyncio.Lock()  # one stop must not release the ranks that another one holds
-
-    async def stop(self, attempt: int, *, ends_reports: bool) -> None:
-        """Make ``should_stop()`` return True for all ranks at the same place.
-
-        Args:
-            attempt: The attempt's number.
-            ends_reports: Ranks that do not call ``should_stop()`` leave at a report.
-        """
-        async with self._stopping:
-            with contextlib.suppress(WorkerDiedError, RayError):
-                places = await self._call("hold", attempt)
-                checks, reports = (max(place[i] for place in places) for i in (0, 1))
-                await self._call("stop_from", attempt, checks, reports if ends_reports else None)
-
-    async def save(self, attempt: int) -> None:
-        """Make all ranks leave after the same save."""
-        with contextlib.suppress(WorkerDiedError, RayError):
-            await self._call("leave_after", attempt, max(await self._call("hold_saves", attempt)))
-
-    async def call_off_save(self, attempt: int) -> None:
-        """Cancel `save`: the ranks leave after no save."""
-        with contextlib.suppress(WorkerDiedError, RayError):
-            await self._call("leave_after", attempt, None)
