@@ -185,3 +185,31 @@ def count_hooks(parameter: nn.Parameter) -> tuple[int, int]:
     """Return how many hooks of others a parameter has, for its gradient and after that."""
     after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return len(parameter._backward_hooks or ()), sum(not isinstance(each, GradientHook) for each in after.values())
+
+
+def check_weight(config: EngineConfig, weight: float | None, *, is_pipelined: bool, is_known: bool) -> None:
+    """Check the weight that ``engine.backward`` got.
+
+    Args:
+        config: The strategies.
+        weight: Of the batch, or None.
+        is_pipelined: The model's stages make the backward passes.
+        is_known: The engine knows the rows of the batch.
+
+    Raises:
+        UsageError: It cannot be used, or is missing.
+    """
+    if not config.weighted_gradients:
+        if weight is not None:
+            raise UsageError("engine.backward(weight=...) needs Engine(weighted_gradients=True).")
+    elif is_pipelined:
+        if weight is not None:
+            raise UsageError(
+                "with pipeline_parallel the backward passes are made when the model is called, before the weight is known: "
+                "leave out engine.backward(weight=...); batches are weighted by their rows."
+            )
+    elif weight is None and not is_known:
+        raise UsageError(
+            "weighted_gradients=True: the engine has handed out no batch, so it does not know its rows: call "
+            "engine.backward(loss, weight=number), or give the loader to compose(train_dataloader=...)."
+        )

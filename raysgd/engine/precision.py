@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from raysgd.engine.attached import AttachedForward
+from raysgd.engine.local_tensors import local_of
+from raysgd.session import api
 from raysgd.torch.devices import device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-true": torch.bfloat16}
@@ -199,3 +202,22 @@ class LossScale:
             self.scale *= self.BACKOFF
         if found is not False:  # another scale does not help, or is not known: steps are skipped
             self.scale = first
+
+
+def overflows(loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> bool | None:
+    """Return whether gradients of a scaled loss overflow on any rank, without keeping them; None if that cannot be computed.
+
+    All ranks call it.
+    """
+    try:
+        found: Any = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    except RuntimeError:  # torch.compile and some checkpointing allow one pass; or there is no memory for two
+        state = torch.tensor(0)
+    else:
+        # Of each gradient this rank's shard: all ranks compare what they have found.
+        norms = torch.stack([local_of(each).float().norm() for each in found if each is not None])
+        state = torch.isfinite(norms).all().to(torch.int64) + 1
+    state = state.to(device())
+    if api.world_size() > 1:
+        dist.all_reduce(state, op=dist.ReduceOp.MIN)
+    return None if not state else bool(state == 1)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,13 +21,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.attached import AttachedForward, AttachedHook, differentiable
-from raysgd.engine.checks import check_hooks, check_loss, check_other_optimizer, check_updated, count_hooks
+from raysgd.engine.checks import (
+    check_hooks,
+    check_loss,
+    check_other_optimizer,
+    check_updated,
+    check_weight,
+    count_hooks,
+)
 from raysgd.engine.composing import Composed, place_loaded
 from raysgd.engine.config import WITHOUT_OPTIMIZER, EngineConfig
 from raysgd.engine.data_parallel import Mesh
 from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag, scale
 from raysgd.engine.local_tensors import local_of
-from raysgd.engine.precision import LossScale
+from raysgd.engine.precision import LossScale, overflows
 from raysgd.engine.used_batches import UsedBatches
 from raysgd.errors import CheckpointError, UsageError
 from raysgd.session import api
@@ -285,36 +292,8 @@ class Step:
             self._loss_scale.search(lambda: self._overflows(loss, weight))
 
     def _overflows(self, loss: torch.Tensor, weight: float) -> bool | None:
-        """Return whether gradients of a loss overflow on any rank, without keeping them; None if that cannot be computed."""
         trained = [each for each in self._parameters.values() if each.requires_grad]
-        try:
-            found: Any = torch.autograd.grad(loss * self._factor(weight), trained, retain_graph=True, allow_unused=True)
-        except RuntimeError:  # torch.compile and some checkpointing allow one pass; or there is no memory for two
-            state = torch.tensor(0)
-        else:
-            # Of each gradient this rank's shard: all ranks compare what they have found.
-            norms = torch.stack([local_of(each).float().norm() for each in found if each is not None])
-            state = torch.isfinite(norms).all().to(torch.int64) + 1
-        state = state.to(device())
-        if api.world_size() > 1:
-            dist.all_reduce(state, op=dist.ReduceOp.MIN)
-        return None if not state else bool(state == 1)
-
-    @contextmanager
-    def _unscaled_elsewhere(self, factor: float) -> Iterator[None]:
-        """Let a backward pass leave gradients without a factor at the parameters of other engines' models."""
-        others = (
-            [] if factor == 1 else [each for step in _steps if step is not self for each in step._parameters.values()]
-        )
-        before = [each.grad for each in others]
-        for each in others:
-            each.grad = None
-        yield
-        for each, earlier in zip(others, before, strict=True):
-            if each.grad is not None:
-                scale([each.grad], 1 / factor)
-            if earlier is not None:
-                each.grad = earlier if each.grad is None else earlier + each.grad
+        return overflows(loss * self._factor(weight), trained)
 
     # -- complete gradients, which are the loop's ------------------------------------------------------------------------
 
@@ -563,20 +542,8 @@ class Step:
                 f"{', '.join(names)} act in the optimizer's step, and engine.compose got no optimizer: give "
                 "compose(optimizer=...)."
             )
-        if not self._config.weighted_gradients:
-            if weight is not None:
-                raise UsageError("engine.backward(weight=...) needs Engine(weighted_gradients=True).")
-        elif self.composed.pipeline is not None:
-            if weight is not None:
-                raise UsageError(
-                    "with pipeline_parallel the backward passes are made when the model is called, before the weight is known: "
-                    "leave out engine.backward(weight=...); batches are weighted by their rows."
-                )
-        elif weight is None and self._batches.num_rows is None:
-            raise UsageError(
-                "weighted_gradients=True: the engine has handed out no batch, so it does not know its rows: call "
-                "engine.backward(loss, weight=number), or give the loader to compose(train_dataloader=...)."
-            )
+        is_pipelined = self.composed.pipeline is not None
+        check_weight(self._config, weight, is_pipelined=is_pipelined, is_known=self._batches.num_rows is not None)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Check another optimizer of the loop; see `raysgd.engine.checks.check_other_optimizer`."""

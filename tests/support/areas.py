@@ -150,6 +150,7 @@ AREAS: dict[str, Area] = {
             "integration/test_engine_export.py",
             "integration/test_engine_loops.py",
             "integration/test_engine_models.py",
+            "integration/test_engine_pairs.py",
             "integration/test_engine_runs.py",
             "integration/test_engine_unfinished_steps.py",
             "integration/test_engine_weights.py",
