@@ -27,6 +27,8 @@ TRUE_CELLS = ("true", "True", "TRUE")
 FALSE_CELLS = ("false", "False", "FALSE")
 #: Bytes that are converted at a time, if records are not longer.
 PIECE_BYTES = 32 * 2**20
+#: Bytes in which the header is looked for first.
+_HEADER_BYTES = 64 * 2**10
 _BOM = b"\xef\xbb\xbf"
 _QUOTE = ord('"')
 #: What is before a quote that begins a cell, or before the second of two quotes that mean one.
@@ -171,7 +173,9 @@ def _iter_pieces(stream: Any, size: int, kind: TextKind) -> Iterator[tuple[int, 
 
 def _split_header(data: bytes) -> tuple[tuple[str, ...], int]:
     """Return the first record that is not empty, and the place behind it."""
-    lines = io.StringIO(data.decode(errors="surrogateescape"), newline="")
+    start = len(data) - len(data.lstrip(b"\r\n"))
+    end = _end_of_cells(data[start : start + _HEADER_BYTES]) or len(data)
+    lines = io.StringIO(data[: start + end].decode(errors="surrogateescape"), newline="")
     reader = csv.reader(lines)
     names = next((names for names in reader if names), [])
     lines.seek(0)

@@ -244,7 +244,8 @@ class _Scan:
     def _parse(self, path: str, file_format: TextFormat, span: tuple[int, int], line: int, data: bytes) -> _Block:
         try:
             find = self._find_cells if file_format.kind == "csv" else self._find_values
-            data.decode()  # pyarrow does not check the encoding of JSON
+            if file_format.kind != "csv":
+                data.decode()  # pyarrow does not check the encoding of JSON
             num_rows, types, num_missing = find(path, file_format, data, line)
             return _Block(path, file_format, span, line, num_rows, types, num_missing)
         except UnicodeDecodeError as error:
