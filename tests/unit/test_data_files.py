@@ -153,6 +153,21 @@ def test_file_whose_name_looks_like_a_pattern_is_read(tmp_path: Path) -> None:
     assert rows(tmp_path / "odd[1].parquet") == [{"x": 1}]
 
 
+def test_links_are_followed(tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    given.mkdir()
+    as_parquet(tmp_path)
+    (given / "b.parquet").symlink_to(tmp_path / "a.parquet")
+    (given / "folder").symlink_to(write(tmp_path / "x", num_files=1, rows_each=3), target_is_directory=True)
+    assert rows(given / "*.parquet") == EXPECTED
+    assert [row["x"] for row in rows(given / "folder")] == [0, 1, 2]
+
+
+def test_uri_has_escapes(tmp_path: Path) -> None:
+    path = as_parquet(tmp_path).rename(tmp_path / "a#1 100%.parquet")
+    assert rows(path.as_uri()) == rows(path) == EXPECTED
+
+
 def test_patterns_in_a_list_and_partitions_below_a_pattern(tmp_path: Path) -> None:
     for year in (2024, 2025, 2026):
         write(tmp_path / f"year={year}", 1, 10)
@@ -468,6 +483,45 @@ def lacks_a_column(path: Path) -> Any:
     return path
 
 
+def has_one_more_column(path: Path) -> Any:
+    pq.write_table(TABLE.drop_columns("s"), path / "a.parquet")
+    pq.write_table(TABLE, path / "b.parquet")
+    return path
+
+
+def has_one_more_column_in_feather(path: Path) -> Any:
+    pa.feather.write_feather(TABLE.drop_columns("s"), path / "a.feather")
+    pa.feather.write_feather(TABLE, path / "b.feather")
+    return path
+
+
+def leads_to_itself(path: Path) -> Any:
+    as_parquet(path)
+    (path / "more").mkdir()
+    (path / "more" / "all").symlink_to(path)
+    return path
+
+
+def matches_itself(path: Path) -> Any:
+    return f"{leads_to_itself(path)}/**"
+
+
+def broken_link(path: Path) -> Any:
+    as_parquet(path)
+    (path / "b.parquet").symlink_to(path / "gone.parquet")
+    return path
+
+
+def late_fraction_in_a_pyarrow_dataset(path: Path) -> Any:
+    (path / "a.csv").write_text("x\n" + "1\n" * 600_000 + "0.5\n")
+    return ds.dataset(path / "a.csv", format="csv")
+
+
+def uri_with_a_fragment(path: Path) -> Any:
+    as_parquet(path).rename(path / "a#1.parquet")
+    return f"file://{path}/a#1.parquet"
+
+
 def lacks_one_in_a_csv(path: Path) -> Any:
     (path / "a.csv").write_text("a,b\n1,2\n")
     (path / "b.csv").write_text("a,c\n1,2\n")
@@ -493,6 +547,13 @@ def partly_in_memory(path: Path) -> Any:
         (several_formats, r"several formats, .*a\.parquet and .*a\.csv"),
         (corrupt, r"b\.parquet cannot be read"),
         (lacks_a_column, r"b\.parquet has no column 's'"),
+        (has_one_more_column, r"b\.parquet has a column 's', which others do not have"),
+        (has_one_more_column_in_feather, r"b\.feather has a column 's', which others do not have"),
+        (leads_to_itself, r"/more/all is a link to a folder above it"),
+        (matches_itself, r"/more/all is a link to a folder above it"),
+        (broken_link, r"b\.parquet is a link to a file that does not exist"),
+        (late_fraction_in_a_pyarrow_dataset, r"a\.csv cannot be read because .*Row #600002.* invalid value '0\.5'"),
+        (uri_with_a_fragment, r"a#1\.parquet, # and \? end the path; write %23"),
         (lacks_one_in_a_csv, r"b\.csv has no column 'b'"),
         (another_type, r"column 'x' has type string in .*b\.parquet and int64 in other files"),
         (partly_in_memory, r"union of files and of tables"),
