@@ -154,7 +154,15 @@ def _encode(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "null"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{json.dumps(str(key))}:{_encode(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{_encode_key(key)}:{_encode(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_encode, value)) + "]"
     return json.dumps(value if isinstance(value, _SCALARS) else str(value))
+
+
+def _encode_key(key: Any) -> str:
+    """Encode a key as `json` does: None is ``"null"``; what it refuses, such as a tuple, by its text."""
+    try:
+        return json.dumps({key: 0}, allow_nan=False, separators=(",", ":"))[1:-3]
+    except (TypeError, ValueError):
+        return json.dumps(str(key))
