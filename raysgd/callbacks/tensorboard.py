@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from raysgd.callbacks.folder import FileCallback, open_folder
-from raysgd.callbacks.values import numbers, split_automatic, strict_json
+from raysgd.callbacks.values import numbers, split_automatic, strict_json, unicode_text
 from raysgd.config.checks import check_component
 from raysgd.result import Result, RunInfo
 
@@ -77,14 +77,9 @@ def _torch_not_imported() -> Iterator[None]:
         del sys.modules["torch"]
 
 
-def _text(text: str) -> str:
-    """Return text as UTF-8 has it: half of a surrogate pair, which it has not, by its number."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 def _cell(text: str) -> str:
     """Return text for a cell of a table; what ends a cell or code is written as JSON writes it by its number."""
-    return "".join(f"\\u{ord(each):04x}" if each in "|`\r\n" else each for each in _text(text))
+    return "".join(f"\\u{ord(each):04x}" if each in "|`\r\n" else each for each in unicode_text(text))
 
 
 class _EventFile:
@@ -103,7 +98,7 @@ class _EventFile:
         self._writer.flush()
 
     def add_scalars(self, scalars: dict[str, float], step: int, when: float) -> None:
-        values = [self._summary.Value(tag=_text(tag), simple_value=value) for tag, value in scalars.items()]
+        values = [self._summary.Value(tag=unicode_text(tag), simple_value=value) for tag, value in scalars.items()]
         self._write(wall_time=when, step=step, summary=self._summary(value=values))
 
     def add_text(self, tag: str, markdown: str) -> None:

@@ -133,6 +133,11 @@ def split_automatic(result: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     return own, {key: value for key, value in result.items() if key in AUTOMATIC_KEYS}
 
 
+def unicode_text(text: str) -> str:
+    """Return text that UTF-8 can hold: half of a surrogate pair, such as a byte of a file's name, is written by its number."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def strict_json(value: Any) -> str:
     """Encode a value as one line of standard JSON. NaN and infinities are ``null``, as in JavaScript and pandas.
 
