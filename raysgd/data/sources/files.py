@@ -191,7 +191,9 @@ def _files_at(name: str, given: str, filesystem: Any, path: str) -> tuple[str, l
         raise ConfigError(f"dataset {name!r}: {given} is neither a file nor a folder; give one of them.")
     inside = sorted(_files_below(name, filesystem, path))
     if not inside:
-        raise ConfigError(f"dataset {name!r}: the folder {given} has no files in it; check the path.")
+        raise ConfigError(
+            f"dataset {name!r}: the folder {given} has no files in it, apart from names that begin with . or _; check the path."
+        )
     return path, inside
 
 
