@@ -149,7 +149,8 @@ def test_block_has_more_text_than_a_chunk_can(kind: str, format: Any, monkeypatc
     assert column.nbytes > 2**31
     plan = resolve_datasets(pa.table({"row": range(2260), "c": column}), lambda value: value)
     shard = WorkerDatasets(plan, 0, 1, 0, fetch=lambda value: value).get().get_split()
-    for shuffle in (False, "full"):
+    shuffles: list[Any] = [False, "full"]
+    for shuffle in shuffles:
         batch = next(iter(shard.iter_batches(64, shuffle=shuffle, format=format)))
         batch = batch.to_pydict() if format == "pyarrow" else batch
         values = [value[0] if kind == "lists of text" else value for value in batch["c"]]
