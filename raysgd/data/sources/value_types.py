@@ -214,7 +214,7 @@ def type_of_cells(cells: Any) -> tuple[ValueType, int]:
     if tried.kind == "text":
         return TEXT, 0
     numbers = _as_numbers(cells) if tried.kind == "number" else None
-    present = _present(cells) if numbers is None else cells  # a missing cell is no number
+    present = _present(cells) if numbers is None else cells  # missing cells are not numbers
     return _type_of_present(present, numbers), len(cells) - len(present)
 
 
