@@ -17,7 +17,7 @@ from raysgd._util.imports import import_optional
 from raysgd._util.redact import redact_uri
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.folder import parent_of
-from raysgd.callbacks.values import clip, end_state, flatten, numbers, one_line, strict_json
+from raysgd.callbacks.values import clip, end_state, flatten, numbers, one_line, strict_json, unicode_text
 from raysgd.errors import ConfigError
 from raysgd.result import Event, Result, RunInfo
 
@@ -153,7 +153,7 @@ class MLflowCallback(Callback):
                 self._waiting.popleft()
 
     def _set_tag(self, key: str, text: str) -> None:
-        self._client.set_tag(self._run_id, key, clip(text, _MAX_TAG))
+        self._client.set_tag(self._run_id, key, clip(unicode_text(text), _MAX_TAG))
 
 
 def _default_store(run_dir: str) -> str:
@@ -169,7 +169,7 @@ def _name(key: str) -> str:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else strict_json(value)
+    return unicode_text(value) if isinstance(value, str) else strict_json(value)
 
 
 def _quoted(text: str) -> str:

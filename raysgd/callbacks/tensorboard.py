@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from raysgd.callbacks.folder import FileCallback, open_folder
-from raysgd.callbacks.values import numbers, split_automatic, strict_json
+from raysgd.callbacks.values import numbers, split_automatic, strict_json, unicode_text
 from raysgd.config.checks import check_component
 from raysgd.result import Result, RunInfo
 
@@ -42,7 +42,9 @@ class TensorBoardCallback(FileCallback):
         self._folder = open_folder(info.run_dir, self._subdir)
         self._writer = _EventFile(str(self._folder.path))
         if info.config:
-            rows = "".join(f"\n| {key} | `{strict_json(value)}` |" for key, value in info.config.items())
+            rows = "".join(
+                f"\n| {_cell(str(key))} | `{_cell(strict_json(value))}` |" for key, value in info.config.items()
+            )
             self._writer.add_text("config", f"| key | value |\n|---|---|{rows}")
 
     def on_result(self, result: Result) -> None:
@@ -75,6 +77,11 @@ def _torch_not_imported() -> Iterator[None]:
         del sys.modules["torch"]
 
 
+def _cell(text: str) -> str:
+    """Return text for a cell of a table; what ends a cell or code is written as JSON writes it by its number."""
+    return "".join(f"\\u{ord(each):04x}" if each in "|`\r\n" else each for each in unicode_text(text))
+
+
 class _EventFile:
     """A new event file in a folder. Readers take all files of the folder as one history, in the order of their names."""
 
@@ -91,7 +98,7 @@ class _EventFile:
         self._writer.flush()
 
     def add_scalars(self, scalars: dict[str, float], step: int, when: float) -> None:
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        values = [self._summary.Value(tag=unicode_text(tag), simple_value=value) for tag, value in scalars.items()]
         self._write(wall_time=when, step=step, summary=self._summary(value=values))
 
     def add_text(self, tag: str, markdown: str) -> None:

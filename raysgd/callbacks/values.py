@@ -133,6 +133,11 @@ def split_automatic(result: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     return own, {key: value for key, value in result.items() if key in AUTOMATIC_KEYS}
 
 
+def unicode_text(text: str) -> str:
+    """Return text that UTF-8 can hold: half of a surrogate pair, such as a byte of a file's name, is written by its number."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def strict_json(value: Any) -> str:
     """Encode a value as one line of standard JSON. NaN and infinities are ``null``, as in JavaScript and pandas.
 
@@ -154,7 +159,15 @@ def _encode(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "null"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{json.dumps(str(key))}:{_encode(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{_encode_key(key)}:{_encode(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_encode, value)) + "]"
     return json.dumps(value if isinstance(value, _SCALARS) else str(value))
+
+
+def _encode_key(key: Any) -> str:
+    """Encode a key as `json` does: None is ``"null"``; what it refuses, such as a tuple, by its text."""
+    try:
+        return json.dumps({key: 0}, allow_nan=False, separators=(",", ":"))[1:-3]
+    except (TypeError, ValueError):
+        return json.dumps(str(key))

@@ -134,6 +134,15 @@ def test_a_run_on_an_object_store_needs_a_tracking_store() -> None:
     assert "give MLflowCallback(tracking_uri=...)" in problems[0]
 
 
+def test_half_of_a_surrogate_pair_is_logged_by_its_number(store: str, tmp_path: Path) -> None:
+    callback = MLflowCallback("surrogates", store)
+    callback.on_run_start(replace(make_info(tmp_path), config={"file": "\udcff.txt"}))
+    callback.on_run_end(ValueError("\udcff.txt is broken"))
+    (run,) = runs_of(store, "surrogates")
+    assert run.data.params == {"file": r"\udcff.txt"}
+    assert run.data.tags["raysgd.error"] == r"ValueError: \udcff.txt is broken"
+
+
 def test_long_and_many_params_are_logged(store: str, tmp_path: Path) -> None:
     config = {f"p{number}": "x" * 2000 for number in range(150)}
     callback = MLflowCallback("params", store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import tensorboardX  # noqa: F401 - sets an environment variable, which must not
 
 from raysgd.callbacks import TensorBoardCallback
 from raysgd.result import Result
-from raysgd.testing.callback_suite import make_result, running
+from raysgd.testing.callback_suite import make_info, make_result, running
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
@@ -54,6 +55,22 @@ def test_the_config_is_shown(tmp_path: Path) -> None:
     events = read(write(tmp_path, make_result(1)))
     (text,) = events.Tensors("config/text_summary")
     assert "| optimizer | `" in text.tensor_proto.string_val[0].decode()
+
+
+def test_texts_cannot_end_a_cell_and_need_not_be_unicode(tmp_path: Path) -> None:
+    callback = TensorBoardCallback()
+    config = {"a|b": "x|y`z", "\ud800": "\udfff", "new\nline": 1}
+    callback.on_run_start(replace(make_info(tmp_path), config=config))
+    callback.on_result(make_result(1, **{"\ud800": 2.0}))
+    callback.on_run_end(None)
+    events = read(tmp_path / "tensorboard")
+    (text,) = events.Tensors("config/text_summary")
+    assert text.tensor_proto.string_val[0].decode().split("\n")[2:] == [
+        r'| a\u007cb | `"x\u007cy\u0060z"` |',
+        r'| \ud800 | `"\udfff"` |',
+        r"| new\u000aline | `1` |",
+    ]
+    assert scalars(tmp_path / "tensorboard", r"\ud800") == [(1, 2.0)]
 
 
 def test_repeated_results_replace_earlier_values(tmp_path: Path) -> None:

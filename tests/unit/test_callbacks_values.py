@@ -58,6 +58,8 @@ def test_strict_readers_read_strict_json() -> None:
         ({("a", 1): math.inf, 2: -math.inf}, '{"(\'a\', 1)":null,"2":null}'),
         (complex(1, 2), '"(1+2j)"'),
         ((1, 2), "[1,2]"),
+        ({None: 1, True: 2, 0.5: 3}, '{"null":1,"true":2,"0.5":3}'),
+        ({None: 1, True: 2, 0.5: math.nan}, '{"null":1,"true":2,"0.5":null}'),
     ],
 )
 def test_values_that_json_cannot_hold_are_converted(value: Any, text: str) -> None:

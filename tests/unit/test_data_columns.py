@@ -130,3 +130,30 @@ def test_blocks_of_different_types_are_refused() -> None:
         ConfigError, match=r"column 'c' .* float64 of shape \(3,\) in block 1 and int64 of shape \(\) in others"
     ):
         list(shard.to_torch(3))
+
+
+MEGABYTES = [bytes([number]) * 2**20 for number in range(97, 123)]
+#: 2.2 GiB of text, of which only 26 MB are in memory: chunks are the same where their text is.
+LARGE = {
+    "text": [pa.array([each.decode()]) for each in MEGABYTES],
+    "bytes": [pa.array([each]) for each in MEGABYTES],
+    "lists of text": [pa.array([[each.decode()]]) for each in MEGABYTES],
+}
+
+
+@pytest.mark.parametrize("format", ["numpy", "pandas", "pyarrow"])
+@pytest.mark.parametrize("kind", LARGE)
+def test_block_has_more_text_than_a_chunk_can(kind: str, format: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "BLOCK_BYTES", 2**40)  # all in one block
+    column = pa.chunked_array([LARGE[kind][row % 26] for row in range(2260)])
+    assert column.nbytes > 2**31
+    plan = resolve_datasets(pa.table({"row": range(2260), "c": column}), lambda value: value)
+    shard = WorkerDatasets(plan, 0, 1, 0, fetch=lambda value: value).get().get_split()
+    shuffles: list[Any] = [False, "full"]
+    for shuffle in shuffles:
+        batch = next(iter(shard.iter_batches(64, shuffle=shuffle, format=format)))
+        batch = batch.to_pydict() if format == "pyarrow" else batch
+        values = [value[0] if kind == "lists of text" else value for value in batch["c"]]
+        values = [value if isinstance(value, bytes) else value.encode() for value in values]
+        assert values == [MEGABYTES[row % 26] for row in batch["row"]]
+        assert len(values) == 64

@@ -153,6 +153,21 @@ def test_file_whose_name_looks_like_a_pattern_is_read(tmp_path: Path) -> None:
     assert rows(tmp_path / "odd[1].parquet") == [{"x": 1}]
 
 
+def test_links_are_followed(tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    given.mkdir()
+    as_parquet(tmp_path)
+    (given / "b.parquet").symlink_to(tmp_path / "a.parquet")
+    (given / "folder").symlink_to(write(tmp_path / "x", num_files=1, rows_each=3), target_is_directory=True)
+    assert rows(given / "*.parquet") == EXPECTED
+    assert [row["x"] for row in rows(given / "folder")] == [0, 1, 2]
+
+
+def test_uri_has_escapes(tmp_path: Path) -> None:
+    path = as_parquet(tmp_path).rename(tmp_path / "a#1 100%.parquet")
+    assert rows(path.as_uri()) == rows(path) == EXPECTED
+
+
 def test_patterns_in_a_list_and_partitions_below_a_pattern(tmp_path: Path) -> None:
     for year in (2024, 2025, 2026):
         write(tmp_path / f"year={year}", 1, 10)
@@ -435,77 +450,7 @@ def test_columns_of_files_equal_those_of_tables(name: str, tmp_path: Path) -> No
     assert outcomes(tmp_path / "a.parquet") == outcomes(table)
 
 
-# -- unreadable files ------------------------------------------------------------------------------------------------
-
-
-def no_path(path: Path) -> Any:
-    return path / "nowhere"
-
-
-def empty_folder(path: Path) -> Any:
-    (path / "empty").mkdir()
-    return path / "empty"
-
-
-def unknown_ending(path: Path) -> Any:
-    (path / "a.txt").touch()
-    return path / "a.txt"
-
-
-def several_formats(path: Path) -> Any:
-    return [as_parquet(path), as_csv(path)]
-
-
-def corrupt(path: Path) -> Any:
-    as_parquet(path)
-    (path / "b.parquet").write_bytes(b"PAR1 this is none PAR1")
-    return path
-
-
-def lacks_a_column(path: Path) -> Any:
-    as_parquet(path)
-    pq.write_table(TABLE.drop_columns("s"), path / "b.parquet")
-    return path
-
-
-def lacks_one_in_a_csv(path: Path) -> Any:
-    (path / "a.csv").write_text("a,b\n1,2\n")
-    (path / "b.csv").write_text("a,c\n1,2\n")
-    return path
-
-
-def another_type(path: Path) -> Any:
-    pq.write_table(pa.table({"x": [1]}), path / "a.parquet")
-    pq.write_table(pa.table({"x": ["r"]}), path / "b.parquet")
-    return path
-
-
-def partly_in_memory(path: Path) -> Any:
-    return ds.dataset([ds.dataset(as_parquet(path)), ds.dataset(TABLE)])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (no_path, r"no file or folder .*nowhere"),
-        (empty_folder, r"the folder .*empty has no files"),
-        (unknown_ending, r"a\.txt does not say its format.*\.parquet"),
-        (several_formats, r"several formats, .*a\.parquet and .*a\.csv"),
-        (corrupt, r"b\.parquet cannot be read"),
-        (lacks_a_column, r"b\.parquet has no column 's'"),
-        (lacks_one_in_a_csv, r"b\.csv has no column 'b'"),
-        (another_type, r"column 'x' has type string in .*b\.parquet and int64 in other files"),
-        (partly_in_memory, r"union of files and of tables"),
-        (lambda path: "", r"empty path"),
-        (lambda path: f"{path}/*.parquet", r"no file matches .*/\*\.parquet; check the pattern"),
-        (lambda path: f"{path}/none/*/x.csv", r"no file matches"),
-        (lambda path: "/dev/null", r"/dev/null is neither a file nor a folder"),
-        (lambda path: "nosuch://bucket/key", r"nosuch://bucket/key cannot be read"),
-    ],
-)
-def test_unreadable_files_are_refused_before_the_run(make: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve_datasets(make(tmp_path), lambda block: block)
+# -- files that change -------------------------------------------------------------------------------------------------
 
 
 def vanish(path: Path) -> None:

@@ -31,10 +31,44 @@ def open_column(block: Any, name: str, where: str) -> Column:
     """Open the column ``name`` of a block, a Table or a dict of arrays. ``where`` describes the column in messages."""
     if isinstance(block, dict):
         return ArrayColumn(block[name], where)
-    chunks = block.column(name)
-    array = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
-    values = _fixed_width(array, where)
-    return ArrowColumn(array, where) if values is None else ArrayColumn(values, where)
+    array = _in_one_chunk(block.column(name))
+    values = None if isinstance(array, pa.ChunkedArray) else _fixed_width(array, where)
+    return ArrowColumn(block.column(name), where) if values is None else ArrayColumn(values, where)
+
+
+def with_whole_columns(table: Any) -> Any:
+    """Return a Table with each column in one chunk, except columns of more than 2 GiB of text, for which Arrow needs several."""
+    if all(column.num_chunks == 1 for column in table.columns):
+        return table
+    return pa.table([_in_one_chunk(column) for column in table.columns], schema=table.schema)
+
+
+def _in_one_chunk(column: Any) -> Any:
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    try:
+        return column.combine_chunks()
+    except pa.ArrowInvalid:  # the offsets of one chunk have 32 bits
+        return column
+
+
+def take_rows(values: Any, rows: Indices) -> Any:
+    """Return rows of a Table or ChunkedArray, in this order. Arrow's ``take`` alone copies all chunks into one."""
+    if isinstance(rows, range):
+        return values.slice(rows.start, len(rows))
+    try:
+        return values.take(pa.array(rows))
+    except pa.ArrowInvalid:  # more than 2 GiB of text
+        if isinstance(values, pa.Table):
+            return pa.table([take_rows(column, rows) for column in values.columns], schema=values.schema)
+        if values.num_chunks == 1:
+            raise
+    starts = np.cumsum([0, *map(len, values.chunks)])
+    numbers = np.searchsorted(starts, rows, side="right") - 1
+    firsts = np.flatnonzero(np.diff(numbers, prepend=-1))  # of consecutive rows in one chunk
+    runs = zip(numbers[firsts].tolist(), np.split(rows, firsts[1:]), strict=False)
+    taken = [values.chunk(number).take(pa.array(run - starts[number])) for number, run in runs]
+    return pa.chunked_array(taken, values.type)
 
 
 class ArrayColumn:
@@ -56,22 +90,26 @@ class ArrayColumn:
 class ArrowColumn:
     """A column of strings, lists or other values, which are converted when they are read."""
 
-    def __init__(self, array: Any, where: str) -> None:
-        self._array = array
+    def __init__(self, chunks: Any, where: str) -> None:
+        self._chunks = chunks
         self._where = where
 
     def take(self, rows: Indices, *, dense: bool) -> NDArray[Any]:
-        taken = self._array.take(pa.array(np.asarray(rows, np.int64)))
-        if pa.types.is_dictionary(taken.type):
-            taken = taken.dictionary_decode()
-            values = _fixed_width(taken, self._where)
+        taken = take_rows(self._chunks, rows)
+        parts = [self._to_numpy(chunk) for chunk in taken.chunks or [pa.array([], taken.type)]]
+        objects = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return _stacked(objects, self._where) if dense and objects.dtype == object else objects
+
+    def _to_numpy(self, array: Any) -> NDArray[Any]:
+        if pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+            values = _fixed_width(array, self._where)
             if values is not None:
                 return values
-        if is_list(taken.type):
-            objects = _rows_of_lists(taken, self._where)
-        else:
-            objects = taken.to_numpy(zero_copy_only=False)
-        return _stacked(objects, self._where) if dense and objects.dtype == object else objects
+        if is_list(array.type):
+            return _rows_of_lists(array, self._where)
+        objects: NDArray[Any] = array.to_numpy(zero_copy_only=False)
+        return objects
 
 
 def _fixed_width(array: Any, where: str) -> NDArray[Any] | None:

@@ -16,12 +16,15 @@ from raysgd.data.order.epoch_order import EpochOrder
 from raysgd.data.order.rank_assignment import RankAssignment
 from raysgd.data.plan import FilePart, Source
 from raysgd.data.reading.block_cache import MAX_LOADING, BlockCache
+from raysgd.data.reading.columns import with_whole_columns
 from raysgd.data.reading.readers import EpochSteps, SelectedRows, TableReader
 from raysgd.data.reading.text import TextFormat
 from raysgd.errors import DataError
 
 #: Files whose metadata is kept in memory.
 _MAX_FRAGMENTS = 64
+#: Rows whose text in lists or structs is decoded together: pyarrow cannot divide it where it exceeds 2 GiB.
+_NESTED_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class FileBlocks:
         return self._read_options.schema
 
     def load(self, number: int, columns: Sequence[str]) -> Any:
-        """Return a block as a Table of these columns, each in one chunk. Safe to call from several threads.
+        """Return a block as a Table of these columns. Safe to call from several threads.
 
         Raises:
             DataError: The file cannot be read, or has changed since the run began; the message has its path.
@@ -87,9 +90,7 @@ class FileBlocks:
         part = self._parts[number]
         path = self._paths[part.file]
         try:
-            table = self._read(part, path, columns)
-            if any(column.num_chunks != 1 for column in table.columns):
-                table = table.combine_chunks()
+            table = with_whole_columns(self._read(part, path, columns))
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
             raise DataError(f"dataset {self._name!r}: {path} cannot be read: {_first_line(error)}") from error
         if table.num_rows != self._block_rows[number]:
@@ -119,7 +120,7 @@ class FileBlocks:
             schema=read_options.schema,
             columns=list(columns),
             filter=read_options.filter,
-            batch_size=2**31 - 1 if part.row_groups is not None else 2**17,
+            batch_size=_batch_rows(read_options.schema, columns) if part.row_groups is not None else 2**17,
         )
 
     def _read_text(self, file_format: TextFormat, filesystem: Any, part: FilePart, columns: Sequence[str]) -> Any:
@@ -150,6 +151,15 @@ class FileBlocks:
         if len(self._fragments) > _MAX_FRAGMENTS:
             self._fragments.popitem(last=False)
         return fragment
+
+
+def _batch_rows(schema: Any, columns: Sequence[str]) -> int:
+    """Return how many rows pyarrow may decode together: those of 2 GiB of text or more if it is not in lists or structs."""
+    kinds = [schema.field(column).type for column in columns]
+    has_inner_text = any(
+        pa.types.is_nested(each) and ("string" in str(each) or "binary" in str(each)) for each in kinds
+    )
+    return _NESTED_ROWS if has_inner_text else 2**31 - 1
 
 
 def _first_line(error: BaseException) -> str:

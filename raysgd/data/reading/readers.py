@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from raysgd.data.order.epoch_order import Indices, as_range
 from raysgd.data.order.rank_assignment import RankAssignment
 from raysgd.data.plan import FoldSelection, Source, describe_column, select_rows
-from raysgd.data.reading.columns import Column, is_list, nulls_message, open_column
+from raysgd.data.reading.columns import Column, is_list, nulls_message, open_column, take_rows
 from raysgd.data.reading.prefetch import Prefetchers
 from raysgd.errors import ConfigError
 
@@ -198,16 +198,13 @@ class TableReader:
             block = self._blocks.get(number).select(columns)
             for column in columns:
                 self._check_type(number, block, column)
-            if isinstance(wanted, range):
-                parts.append(block.slice(wanted.start, len(wanted)))
-            else:
-                parts.append(block.take(pa.array(wanted)))
+            parts.append(take_rows(block, wanted))
             if at is not None:
                 places.append(at)
         table = parts[0] if len(parts) == 1 else pa.concat_tables(parts)
         if not places:
             return table
-        return table.take(pa.array(np.argsort(np.concatenate(places), kind="stable")))
+        return take_rows(table, np.argsort(np.concatenate(places), kind="stable"))
 
     def frame(self, rows: Indices, columns: Sequence[str]) -> Any:
         """Return a pandas DataFrame. Rows with axes of their own become a column of arrays.

@@ -27,6 +27,8 @@ TRUE_CELLS = ("true", "True", "TRUE")
 FALSE_CELLS = ("false", "False", "FALSE")
 #: Bytes that are converted at a time, if records are not longer.
 PIECE_BYTES = 32 * 2**20
+#: Bytes in which the header is looked for first.
+_HEADER_BYTES = 64 * 2**10
 _BOM = b"\xef\xbb\xbf"
 _QUOTE = ord('"')
 #: What is before a quote that begins a cell, or before the second of two quotes that mean one.
@@ -161,7 +163,7 @@ def _iter_pieces(stream: Any, size: int, kind: TextKind) -> Iterator[tuple[int, 
     data = b"" if place else data
     while more := stream.read() if kind == "document" else stream.read(max(size, len(data))):
         data += more
-        end = 0 if kind == "document" else _end_of_cells(data) if kind == "csv" else data.rfind(b"\n") + 1
+        end = 0 if kind == "document" else end_of_cells(data) if kind == "csv" else data.rfind(b"\n") + 1
         if end:
             yield place, data[:end]
             place, data = place + end, data[end:]
@@ -171,7 +173,9 @@ def _iter_pieces(stream: Any, size: int, kind: TextKind) -> Iterator[tuple[int, 
 
 def _split_header(data: bytes) -> tuple[tuple[str, ...], int]:
     """Return the first record that is not empty, and the place behind it."""
-    lines = io.StringIO(data.decode(errors="surrogateescape"), newline="")
+    start = len(data) - len(data.lstrip(b"\r\n"))
+    end = end_of_cells(data[start : start + _HEADER_BYTES]) or len(data)
+    lines = io.StringIO(data[: start + end].decode(errors="surrogateescape"), newline="")
     reader = csv.reader(lines)
     names = next((names for names in reader if names), [])
     lines.seek(0)
@@ -180,7 +184,7 @@ def _split_header(data: bytes) -> tuple[tuple[str, ...], int]:
     return tuple(names), len(header)
 
 
-def _end_of_cells(data: bytes) -> int:
+def end_of_cells(data: bytes) -> int:
     """Return the place behind the last line break of CSV that is not within quotes; 0 if there is none."""
     end = data.rfind(b"\n") + 1
     if data.find(b'"', 0, end) < 0:

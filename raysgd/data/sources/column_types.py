@@ -23,7 +23,7 @@ def common_schema(name: str, first: Any, schemas: Iterable[tuple[str, Any]]) -> 
         schemas: Each file's path and schema, without the columns of paths.
 
     Raises:
-        ConfigError: No type holds a column's values of two files.
+        ConfigError: A file has a further column, or no type holds a column's values of two files.
     """
     import pyarrow as pa
 
@@ -34,8 +34,11 @@ def common_schema(name: str, first: Any, schemas: Iterable[tuple[str, Any]]) -> 
             continue
         before = schema
         for field in schema:
-            if field.name in found:
-                found[field.name].setdefault(field.type, path)
+            if field.name not in found:
+                raise ConfigError(
+                    f"dataset {name!r}: {path} has a column {field.name!r}, which others do not have; give all equal columns."
+                )
+            found[field.name].setdefault(field.type, path)
     fields = []
     for field in first:
         kind = field.type
@@ -149,7 +152,7 @@ def common_schema_of_blocks(name: str, schemas: Iterable[Any]) -> Any:
     """Return the schema that all blocks of a Ray dataset are converted to; None if they have one schema.
 
     Raises:
-        ConfigError: No type holds a column's values of two blocks.
+        ConfigError: A block has a further column, or no type holds a column's values of two blocks.
     """
     import pyarrow as pa
 

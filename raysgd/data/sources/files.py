@@ -9,7 +9,7 @@ import fnmatch
 import os
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -155,6 +155,10 @@ def _find(name: str, paths: Sequence[str]) -> tuple[Any, list[str], str | None]:
     for given in paths:
         if not given:
             raise ConfigError(f"dataset {name!r} has an empty path; give a path or URI.")
+        if given.startswith("file:") and re.search("[#?]", given):  # which end the path of a URI
+            raise ConfigError(
+                f"dataset {name!r}: in the URI {given}, # and ? end the path; write %23 and %3F, or give the path without file://."
+            )
         try:
             found, path = fs.FileSystem.from_uri(given) if "://" in given else (fs.LocalFileSystem(), _local(given))
             path, inside = _files_at(name, given, found, path)
@@ -185,17 +189,57 @@ def _files_at(name: str, given: str, filesystem: Any, path: str) -> tuple[str, l
         return path, [path]
     if info.type != fs.FileType.Directory:
         raise ConfigError(f"dataset {name!r}: {given} is neither a file nor a folder; give one of them.")
-    inside = sorted(_files_below(filesystem, path))
+    inside = sorted(_files_below(name, filesystem, path))
     if not inside:
-        raise ConfigError(f"dataset {name!r}: the folder {given} has no files in it; check the path.")
+        raise ConfigError(
+            f"dataset {name!r}: the folder {given} has no files in it, apart from names that begin with . or _; check the path."
+        )
     return path, inside
 
 
-def _files_below(filesystem: Any, folder: str) -> list[str]:
+def _files_below(name: str, filesystem: Any, folder: str) -> list[str]:
     from pyarrow import fs
 
     below = filesystem.get_file_info(fs.FileSelector(folder, recursive=True))
-    return [each.path for each in below if each.is_file and not _is_hidden(each.path, folder)]
+    shown = [each for each in below if not _is_hidden(each.path, folder)]
+    _check_links(name, filesystem, folder, shown)
+    if isinstance(filesystem, fs.LocalFileSystem):
+        _check_targets(name, {folder, *(each.path for each in shown if not each.is_file)})
+    return [each.path for each in shown if each.is_file]
+
+
+def _check_targets(name: str, folders: Iterable[str]) -> None:
+    """Check that links in these folders lead to something: pyarrow does not list the others.
+
+    Raises:
+        ConfigError: One leads to nothing.
+    """
+    for folder in sorted(folders):
+        for entry in os.scandir(folder):
+            if entry.is_symlink() and not entry.name.startswith((".", "_")) and not os.path.exists(entry.path):
+                raise ConfigError(
+                    f"dataset {name!r}: {entry.path} is a link to a file that does not exist; remove the link."
+                )
+
+
+def _check_links(name: str, filesystem: Any, folder: str, found: Sequence[Any]) -> None:
+    """Check the links among what pyarrow found below a folder, which it follows.
+
+    Raises:
+        ConfigError: A link leads back to a folder above it.
+    """
+    from pyarrow import fs
+
+    if not isinstance(filesystem, fs.LocalFileSystem):
+        return
+    for path in sorted({os.path.dirname(each.path) for each in found}):
+        above = [path]
+        while len(above[-1]) > len(folder):
+            above.append(os.path.dirname(above[-1]))
+        if len(set(map(os.path.realpath, above))) < len(above):
+            raise ConfigError(
+                f"dataset {name!r}: {path} is a link to a folder above it, so its files would come again; remove the link."
+            )
 
 
 def _files_matching(name: str, given: str, filesystem: Any, path: str) -> tuple[str, list[str]]:
@@ -208,10 +252,11 @@ def _files_matching(name: str, given: str, filesystem: Any, path: str) -> tuple[
     is_deep = len(pattern) > 1 or pattern == ["**"]
     below = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=is_deep))
     matching = [each for each in below if _matches(each.path[len(folder) :].strip("/").split("/"), pattern)]
+    _check_links(name, filesystem, folder, matching)
     files = {each.path for each in matching if each.is_file}
     for each in matching if pattern[-1] != "**" else ():  # that has matched all files by itself
         if not each.is_file:
-            files.update(_files_below(filesystem, each.path))
+            files.update(_files_below(name, filesystem, each.path))
     if not files:
         raise ConfigError(f"dataset {name!r}: no file matches {given}; check the pattern.")
     return folder, sorted(files)
@@ -308,7 +353,14 @@ def _row_groups(number: int, fragment: Any, schema: Any, condition: Any) -> Iter
 
 
 def _count_rows(fragment: Any, schema: Any, condition: Any) -> int:
-    """Count the rows that pass the filter. The filter may use partition columns, which only the dataset's schema has."""
+    """Count the rows that pass the filter. The filter may use partition columns, which only the dataset's schema has.
+
+    Text is converted to the types of the schema meanwhile, so that a value of another type is found before the run.
+    """
+    import pyarrow.dataset as ds
+
+    if isinstance(fragment.format, (ds.CsvFileFormat, ds.JsonFileFormat)):
+        return sum(batch.num_rows for batch in fragment.to_batches(schema=schema, filter=condition))
     if condition is None:
         return int(fragment.count_rows())
     return int(fragment.scanner(schema=schema, filter=condition).count_rows())

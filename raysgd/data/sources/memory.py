@@ -18,16 +18,18 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def arrow_blocks(name: str, given: Any, schema: Any = None) -> Iterator[tuple[Any, int]]:
-    """Cut a Table or RecordBatch into Tables, each column in one chunk; yield them with their row counts.
+    """Cut a Table or RecordBatch into Tables with whole columns; yield them with their row counts.
 
     With a ``schema``, each block is converted to it when its turn comes.
     """
     import pyarrow as pa
 
+    from raysgd.data.reading.columns import with_whole_columns
+
     table = pa.Table.from_batches([given]) if isinstance(given, pa.RecordBatch) else given
     _check_names(name, table.column_names)
     for rows in _cut(table.num_rows, table.nbytes):
-        block = _in_one_chunk(table.slice(rows.start, len(rows)))
+        block = with_whole_columns(table.slice(rows.start, len(rows)))
         yield (block if schema is None else block.cast(schema, safe=False)), len(rows)
 
 
@@ -149,10 +151,6 @@ def _cut(num_rows: int, num_bytes: int) -> list[range]:
     """Cut rows into equal ranges of about `BLOCK_BYTES`. A dataset without rows gets one empty block, which has its columns."""
     per_block = max(1, BLOCK_BYTES * num_rows // max(1, num_bytes))
     return [range(i, min(i + per_block, num_rows)) for i in range(0, max(1, num_rows), per_block)]
-
-
-def _in_one_chunk(table: Any) -> Any:
-    return table if all(column.num_chunks == 1 for column in table.columns) else table.combine_chunks()
 
 
 def _check_names(name: str, columns: Iterable[Any]) -> None:

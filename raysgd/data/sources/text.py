@@ -20,7 +20,7 @@ import pyarrow.dataset as ds
 from raysgd._util.text import with_article
 from raysgd.data.plan import FilePart
 from raysgd.data.reading.files import FileReadOptions
-from raysgd.data.reading.text import COMPRESSIONS, TextFormat, TextKind, iter_records, read_lines
+from raysgd.data.reading.text import COMPRESSIONS, TextFormat, TextKind, end_of_cells, iter_records, read_lines
 from raysgd.data.sources.value_types import (
     NULL,
     TEXT,
@@ -37,6 +37,8 @@ from raysgd.errors import ConfigError
 NUM_READERS = 32
 #: Threads that find types, and pieces of files that wait for one.
 _NUM_PARSERS = min(8, os.cpu_count() or 1)
+#: Bytes of a piece in which columns of text are looked for first.
+_TRIED_BYTES = 64 * 2**10
 _NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -244,7 +246,7 @@ class _Scan:
     def _parse(self, path: str, file_format: TextFormat, span: tuple[int, int], line: int, data: bytes) -> _Block:
         try:
             find = self._find_cells if file_format.kind == "csv" else self._find_values
-            data.decode()  # pyarrow does not check the encoding of JSON
+            data.decode()  # pyarrow does not check the encoding of JSON, nor of columns that are left out
             num_rows, types, num_missing = find(path, file_format, data, line)
             return _Block(path, file_format, span, line, num_rows, types, num_missing)
         except UnicodeDecodeError as error:
@@ -264,19 +266,24 @@ class _Scan:
                 )
         if not data:
             return 0, dict.fromkeys(header, NULL), dict.fromkeys(header, 0)
+        begin = data[: end_of_cells(data[:_TRIED_BYTES])] or data
         try:
-            table = file_format.cells(data, dict.fromkeys(header, pa.string()))
+            tried = self._types_of(file_format, begin, header)[1]
+            texts = {name: kind_and_count for name, kind_and_count in tried.items() if kind_and_count == (TEXT, 0)}
+            num_rows, others = self._types_of(file_format, data, [each for each in header if each not in texts])
         except pa.ArrowInvalid as error:
             raise self._ragged_error(path, file_format, data, line) or error from error
-        found = {
-            name: type_of_cells(column.combine_chunks())
-            for name, column in zip(table.column_names, table.columns, strict=True)
-        }
-        return (
-            table.num_rows,
-            {name: kind for name, (kind, _) in found.items()},
-            {name: count for name, (_, count) in found.items()},
-        )
+        found = {**texts, **others}
+        return num_rows, {each: found[each][0] for each in header}, {each: found[each][1] for each in header}
+
+    @staticmethod
+    def _types_of(
+        file_format: TextFormat, data: bytes, columns: Sequence[str]
+    ) -> tuple[int, dict[str, tuple[ValueType, int]]]:
+        """Return the number of records of CSV, and for each of these columns its type and how many cells are missing."""
+        read = columns or file_format.header[:1]  # one column at least, for the row count
+        table = file_format.cells(data, dict.fromkeys(read, pa.string()))
+        return table.num_rows, {each: type_of_cells(table.column(each).combine_chunks()) for each in columns}
 
     def _ragged_error(self, path: str, file_format: TextFormat, data: bytes, line: int) -> ConfigError | None:
         """Return the error for a row that has more or fewer cells than the header; None if there is no such row."""

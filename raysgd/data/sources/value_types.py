@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -209,24 +210,26 @@ def _range(numbers: Any) -> tuple[Any, Any]:
 
 def type_of_cells(cells: Any) -> tuple[ValueType, int]:
     """Return the type of the cells of a CSV column, and how many are missing. What loses digits or signs as a number is text."""
-    if len(cells) > _NUM_TRIED and _type_of_present(_present(cells.slice(0, _NUM_TRIED))).kind == "text":
+    tried = _type_of_present(_present(cells.slice(0, _NUM_TRIED)))
+    if tried.kind == "text":
         return TEXT, 0
-    present = _present(cells)
-    return _type_of_present(present), len(cells) - len(present)
+    numbers = _as_numbers(cells) if tried.kind == "number" else None
+    present = _present(cells) if numbers is None else cells  # missing cells are not numbers
+    return _type_of_present(present, numbers), len(cells) - len(present)
 
 
 def _present(cells: Any) -> Any:
     return cells.filter(pc.invert(pc.is_in(cells, pa.array(MISSING_CELLS))))
 
 
-def _type_of_present(cells: Any) -> ValueType:
+def _type_of_present(cells: Any, numbers: Any = None) -> ValueType:
     if not len(cells):
         return NULL
-    numbers = _as_numbers(cells)
-    if numbers is None:
-        is_boolean = pc.all(pc.is_in(cells, pa.array((*TRUE_CELLS, *FALSE_CELLS)))).as_py()
-        return ValueType("boolean") if is_boolean else TEXT
-    if _has_leading_zeros(cells, numbers):
+    booleans = pa.array((*TRUE_CELLS, *FALSE_CELLS))
+    if pc.is_in(cells[0], booleans).as_py():
+        return ValueType("boolean") if pc.all(pc.is_in(cells, booleans)).as_py() else TEXT
+    numbers = _as_numbers(cells) if numbers is None else numbers
+    if numbers is None or _has_leading_zeros(cells):
         return TEXT
     low, high = _range(numbers)
     if not pa.types.is_floating(numbers.type):
@@ -239,8 +242,9 @@ def _type_of_present(cells: Any) -> ValueType:
 
 
 def _as_numbers(cells: Any) -> Any:
-    for kind in (pa.int64(), pa.uint64(), pa.float64()):
-        for texts in (cells, pc.ascii_trim_whitespace(cells)):
+    for trim in (lambda texts: texts, pc.ascii_trim_whitespace):
+        texts = trim(cells)
+        for kind in (pa.int64(), pa.uint64(), pa.float64()):
             try:
                 return pc.cast(texts, kind)
             except pa.ArrowInvalid:
@@ -248,9 +252,12 @@ def _as_numbers(cells: Any) -> Any:
     return None
 
 
-def _has_leading_zeros(cells: Any, numbers: Any) -> bool:
+def _has_leading_zeros(cells: Any) -> bool:
     """Whether a number has further digits behind a zero at its begin, as codes do, or is hexadecimal."""
-    begins = pc.or_(pc.starts_with(cells, "0"), pc.starts_with(cells, "-0"))
-    if not pc.any(begins).as_py():
-        return False
-    return bool(pc.any(pc.match_substring_regex(cells.filter(begins), "^-?0[0-9xX]")).as_py())
+    _, offsets, data = cells.buffers()
+    ends = np.frombuffer(offsets, np.int32)[cells.offset :][: len(cells) + 1]
+    characters = np.frombuffer(data, np.uint8)[: ends[-1]]
+    firsts = ends[:-1] + (characters[ends[:-1]] == ord("-"))
+    firsts = firsts[firsts + 1 < ends[1:]]
+    seconds = characters[firsts + 1][characters[firsts] == ord("0")]
+    return bool(np.isin(seconds, np.frombuffer(b"0123456789xX", np.uint8)).any())

@@ -322,11 +322,13 @@ def _order_preserved(options: Any) -> Iterator[None]:
 
 
 def table_of(block: Any, rows: range) -> Any:
-    """Return these rows of a Ray block as a Table, each column in one chunk; without a copy if the block is in Arrow's format."""
+    """Return these rows of a Ray block as a Table with whole columns; without a copy if the block is in Arrow's format."""
     table: Any = imported("ray.data.block").BlockAccessor.for_block(block).to_arrow()
     if len(rows) != table.num_rows:
         table = table.slice(rows.start, len(rows))
-    return table if all(column.num_chunks == 1 for column in table.columns) else table.combine_chunks()
+    from raysgd.data.reading.columns import with_whole_columns
+
+    return with_whole_columns(table)
 
 
 def fetch_object(value: Any) -> Any:
