@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -294,6 +294,22 @@ class Step:
     def _overflows(self, loss: torch.Tensor, weight: float) -> bool | None:
         trained = [each for each in self._parameters.values() if each.requires_grad]
         return overflows(loss * self._factor(weight), trained)
+
+    @contextmanager
+    def _unscaled_elsewhere(self, factor: float) -> Iterator[None]:
+        """Let a backward pass leave gradients without a factor at the parameters of other engines' models."""
+        others = (
+            [] if factor == 1 else [each for step in _steps if step is not self for each in step._parameters.values()]
+        )
+        before = [each.grad for each in others]
+        for each in others:
+            each.grad = None
+        yield
+        for each, earlier in zip(others, before, strict=True):
+            if each.grad is not None:
+                scale([each.grad], 1 / factor)
+            if earlier is not None:
+                each.grad = earlier if each.grad is None else earlier + each.grad
 
     # -- complete gradients, which are the loop's ------------------------------------------------------------------------
 
