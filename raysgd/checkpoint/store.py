@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from dataclasses import replace
 from typing import NamedTuple, final
 
 from raysgd.checkpoint.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, ROUND_NAME, Manifest, verify_files
@@ -61,8 +62,10 @@ def _read(storage: Storage, prefix: str) -> Manifest:
     if manifest.awaits_round:
         # A damaged file is as good as none: what it holds is in the journal, and the state must not be lost for it.
         with contextlib.suppress(CheckpointNotFoundError, CheckpointCorruptError):
-            data = storage.read_bytes(round_name, MAX_MANIFEST_BYTES)
-            manifest = manifest.with_round_of(data, storage.path_of(round_name))
+            found = Manifest.from_json(storage.read_bytes(round_name, MAX_MANIFEST_BYTES), round_name)
+            known = manifest.number, manifest.attempt, manifest.iteration + 1
+            if (found.number, found.attempt, found.iteration) == known:
+                return replace(found, parts=manifest.parts, rank_states=manifest.rank_states)
     return manifest
 
 
@@ -122,7 +125,8 @@ class CheckpointStore:
         """
         if not self.storage.exists(_manifest_of(manifest.number)):
             raise CheckpointNotFoundError(f"checkpoint {manifest.number} was deleted")
-        self.directory(manifest.number).write_bytes(ROUND_NAME, manifest.round_to_json())
+        alone = replace(manifest, parts={}, rank_states={})
+        self.directory(manifest.number).write_bytes(ROUND_NAME, alone.to_json())
 
     def numbers(self) -> list[int]:
         """Return the numbers that have a folder, committed or not, in order."""

@@ -173,7 +173,7 @@ class RoundMerger:
                 self._running.remove(frame.rank)
                 self._num_waited_for -= not self._rows[frame.rank]
             yield from self._complete()
-        elif frame.kind == frames.ATTEMPT_END and frame.attempt == self._attempt:
+        elif frame.kind == frames.ATTEMPT_END:
             yield from self._finish(frame.data.get("keep_rounds"))
 
     def _begin(self, frame: Frame) -> None:

@@ -59,8 +59,8 @@ class PreviousState:
         frames: All frames of the journal except reports.
         next_seq: A number above those of all frames that were ever sent.
         attempt: The number of the last attempt; 0 if there was none.
-        open_attempts: The attempts that had not ended, and the iterations before each. Several, if controllers died so soon that
-            the journal does not contain the end of one, or the last one at all.
+        is_open: The last attempt had not ended.
+        iterations_before: Iterations before the last attempt.
         size: The number of ranks of the last attempt.
         failures: The failures of the run.
         manifests: The manifests on storage, oldest first.
@@ -75,7 +75,8 @@ class PreviousState:
     frames: tuple[Frame, ...] = ()
     next_seq: int = 0
     attempt: int = 0
-    open_attempts: Mapping[int, int] = field(default_factory=dict)
+    is_open: bool = False
+    iterations_before: int = 0
     size: int | None = None
     failures: tuple[Failure, ...] = ()
     manifests: tuple[Manifest, ...] = ()
@@ -99,7 +100,8 @@ class PreviousState:
         return replace(
             self,
             attempt=last.attempt,
-            open_attempts={**self.open_attempts, last.attempt: last.iterations_before},
+            is_open=True,
+            iterations_before=last.iterations_before,
             size=last.world_size,
         )
 
@@ -116,14 +118,13 @@ def build_previous_state(
         last_number: The highest number of a checkpoint folder.
     """
     frames_read = tuple(journal)
-    attempt, size = 0, None
-    open_attempts: dict[int, int] = {}
+    attempt, size, is_open, iterations_before = 0, None, False, 0
     for frame in frames_read:
         if frame.kind == frames.ATTEMPT:
-            attempt, size = frame.attempt, int(frame.data["world_size"])
-            open_attempts[attempt] = frame.data["iterations_before"]
+            attempt, size, is_open = frame.attempt, int(frame.data["world_size"]), True
+            iterations_before = frame.data["iterations_before"]
         elif frame.kind == frames.ATTEMPT_END:
-            open_attempts.pop(frame.attempt, None)
+            is_open = False
     events = [(frame.data["kind"], frame.data["data"]) for frame in frames_read if frame.kind == frames.EVENT]
     ends = [Outcome(frame.data["kind"]) for frame in frames_read if frame.kind == frames.RUN_END]
     cancels = [Outcome("cancelled", message=data["why"]) for name, data in events if name == "cancel"]
@@ -139,7 +140,8 @@ def build_previous_state(
         frames=frames_read,
         next_seq=last_seq + SEQ_GAP,
         attempt=attempt,
-        open_attempts=open_attempts,
+        is_open=is_open,
+        iterations_before=iterations_before,
         size=size,
         failures=tuple(_failure(data) for name, data in events if name == "failure"),
         manifests=tuple(manifests),

@@ -296,8 +296,6 @@ def committed_checkpoints_can_be_loaded(history: History) -> Iterator[str]:
     """A committed checkpoint that was not deleted is on storage as the journal describes it, complete, and loads."""
     for number, described in sorted(committed(history.frames).items()):
         found = history.stored.get(number)
-        if found is None and not history.is_closed and any(other > number for other in history.stored):
-            continue  # deleted for a newer one that the lost end of the journal had
         if found is None:
             yield f"checkpoint {number} was committed, and is not on storage"
         elif found.problem:
@@ -305,14 +303,12 @@ def committed_checkpoints_can_be_loaded(history: History) -> Iterator[str]:
         elif found.manifest is None:
             yield f"checkpoint {number} was committed, and has no manifest"
         else:
-            yield from _differences(number, described, found.manifest, is_closed=history.is_closed)
+            yield from _differences(number, described, found.manifest)
 
 
-def _differences(number: int, described: dict[str, Any], manifest: Manifest, *, is_closed: bool) -> Iterator[str]:
+def _differences(number: int, described: dict[str, Any], manifest: Manifest) -> Iterator[str]:
     for name in ("iteration", "attempt"):
-        # In a loop that saves before it reports, the round changes the manifest later; the journal may have lost that frame.
-        is_late = not is_closed and name == "iteration" and manifest.iteration == described[name] + 1
-        if described[name] != getattr(manifest, name) and not is_late:
+        if described[name] != getattr(manifest, name):
             yield f"checkpoint {number} has {name} {described[name]} in the journal, {getattr(manifest, name)} in its manifest"
     if manifest.is_files:  # the user may save an empty folder
         return

@@ -121,6 +121,7 @@ class RunFuzz(RuleBasedStateMachine):
             self.held = None
         if self.is_elastic:
             self.run.num_ranks = size * self.scale
+        self.storage.flush(self.run)
         self.run.ready(enters=False)
         self._check()
 
@@ -488,7 +489,7 @@ class RunFuzz(RuleBasedStateMachine):
         self.storage.request(self.run, command)
 
     def _check_PublishOutcome(self, command: c.PublishOutcome) -> None:  # noqa: N802
-        self.storage.flush_until(self.run, command)
+        self.storage.flush(self.run, before=command)
 
     def _check_KeepInMemory(self, command: c.KeepInMemory) -> None:  # noqa: N802
         assert self.held is None or command.number > self.held.number

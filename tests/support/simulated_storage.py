@@ -25,9 +25,10 @@ class SimulatedStorage:
         """Request a write; the storage sees the writes in this order."""
         self._requested.append((len(_journal(run.commands)), command))
 
-    def flush_until(self, run: SimulatedRun, command: c.Command) -> None:
-        """Write the frames of the journal before a command."""
-        self._num_flushed = len(_journal(run.commands[: run.commands.index(command)]))
+    def flush(self, run: SimulatedRun, before: c.Command | None = None) -> None:
+        """Write the frames of the journal, or those before a command."""
+        until = len(run.commands) if before is None else run.commands.index(before)
+        self._num_flushed = len(_journal(run.commands[:until]))
 
     def write(self, count: int | None = None) -> None:
         """Make the oldest writes; None: all. The journal is flushed before each."""

@@ -93,7 +93,7 @@ def test_checkpoint_is_whole_without_its_round(store: CheckpointStore, damage: s
     whole = commit(store, 1, metrics={}, awaits_round=True)
     known = whole.with_round({"loss": 2.0}, 5000.0)
     other = {"of another attempt": {"attempt": 9}, "of another iteration": {"iteration": 9}}.get(damage, {})
-    data = replace(known, **other).round_to_json()
+    data = replace(known, parts={}, **other).to_json()
     made = {"cut": data[:-3], "changed": data.replace(b"2.0", b"3.0"), "not JSON": b"{"}.get(damage, data)
     store.directory(1).write_bytes("round.json", made)
     assert store.list() == [whole] and store.newest().manifest == whole

@@ -25,7 +25,9 @@ def run_before_save_point(num_ranks: int = 2, **settings: Any) -> SimulatedRun:
     """Return a run whose ranks agree on a save point because a joining worker is ready."""
     run = running(num_ranks, **settings)
     run.feed(c.JoiningWorkerReady())
-    run.advance(SETTLE_S)
+    run.advance(SETTLE_S - 0.1)
+    assert not run.has_save_point
+    run.advance(0.1)
     assert run.has_save_point
     return run
 
@@ -99,8 +101,9 @@ def test_wait_for_ranks_at_the_save_point_is_limited() -> None:
     run.save()
     reach(run, 0, 0)
     run.commit()
+    run.advance(REACH_S - 0.1)
     assert not ended(run)
-    run.advance(REACH_S)
+    run.advance(0.1)
     assert ended(run) == ["the group grows"]
 
 
@@ -117,8 +120,9 @@ def test_group_grows_after_next_save_when_commit_fails() -> None:
     run.save()
     reach(run)
     run.fail_commit()
+    run.advance(AGAIN_S - 0.1)
     assert not run.has_save_point
-    run.advance(AGAIN_S)
+    run.advance(0.1)
     assert run.num_save_points == 2
     run.save(1, 2)
     reach(run, 1)

@@ -67,16 +67,6 @@ FOUND: dict[str, list[Call]] = {
         ("all_events_arrive", {"backwards": False}),
         ("the_controller_dies", {"luck": 0, "num_written": 0, "flushed": 1.0}),
     ],
-    "two controllers died before the end of an attempt was written, so that its last round was dropped": [
-        begin(num_ranks=3, max_failures=2, num_to_keep=2, is_elastic=False, stored_every=0),
-        ("a_rank_reports", {"index": 0, "count": 1}),
-        ("all_ranks_save", {"is_written": True}),
-        ("all_events_arrive", {"backwards": True}),
-        ("the_controller_dies", {"luck": 0, "num_written": 4, "flushed": 0.7}),
-        ("much_time_passes", {}),
-        ("workers_are_ready", {"size": 1, "luck": 7}),
-        ("the_controller_dies", {"luck": 0, "num_written": 1, "flushed": 0.3}),
-    ],
     "an older checkpoint got its score from a round that was dropped, since the newest had fewer rounds": [
         begin(num_ranks=1, max_failures=-1, is_elastic=True, stored_every=1),
         ("a_process_dies", {"index": 0, "loses_unsent": False}),

@@ -259,8 +259,9 @@ def test_auto_progress_timeout_follows_longest_pause() -> None:
 
 
 def test_auto_progress_timeout_has_a_minimum() -> None:
-    idle_s = AUTO_MIN_S - 1
-    assert hangs_when(policy("auto", ranks=1), inside(1000, idle_s, 0.01), seen_for_s=idle_s) == []
+    for idle_s, expected in ((AUTO_MIN_S - 1, []), (AUTO_MIN_S + 1, [(0, "stuck")])):
+        found = hangs_when(policy("auto", ranks=1), inside(1000, idle_s, 0.01), seen_for_s=idle_s)
+        assert kinds(found) == expected
 
 
 # -- progress that a worker counts -------------------------------------------------------------------------------------

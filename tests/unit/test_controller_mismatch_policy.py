@@ -96,6 +96,13 @@ def test_time_since_the_newest_look_counts_as_waiting() -> None:
     assert warned is not None and "for 31 s" in warned.why
 
 
+def test_warning_comes_after_30_seconds_however_long_the_run_waits() -> None:
+    watched = Watched(computes(done(12)), waits(last(13)), returned=(0,), timeout_s=600)
+    assert watched.watch(WARN_AFTER_S - TICK_S) == []
+    (warned,) = watched.watch(2 * TICK_S)
+    assert not warned.is_over and "for 30 s" in warned.why
+
+
 def test_all_ranks_that_wait_are_named() -> None:
     watched = Watched(waits(last(13)), computes(done(12)), waits(last(13)), returned=(1,))
     over = watched.watch(90)[-1]

@@ -92,7 +92,7 @@ def test_empty_folder_has_no_previous_state(storage: Storage) -> None:
     storage.make_dirs()
     assert Journal(storage).reopen() == ([], -1)
     past = RunFiles(storage, frozenset(), print).previous({})
-    assert (past.attempt, past.open_attempts, past.manifests, past.published) == (0, {}, (), None)
+    assert (past.attempt, past.is_open, past.manifests, past.published) == (0, False, (), None)
 
 
 def saving_first(num_frames: int) -> list[Frame]:
@@ -179,15 +179,15 @@ def test_last_attempt_is_open_until_its_end_is_recorded() -> None:
         attempt(2, 2, before=7, size=3),
     ]
     past = build_previous_state(read_frames, 9, [], 4)
-    assert (past.attempt, past.open_attempts, past.size) == (2, {2: 7}, 3)
+    assert (past.attempt, past.is_open, past.iterations_before, past.size) == (2, True, 7, 3)
     assert (past.next_seq, past.last_number) == (9 + SEQ_GAP, 4)
-    assert build_previous_state(read_frames[:2], 1, [], 0).open_attempts == {}
+    assert not build_previous_state(read_frames[:2], 1, [], 0).is_open
 
 
 def test_attempt_record_adds_attempt_missing_from_journal() -> None:
     past = build_previous_state([attempt(0)], 0, [], 0)
     later = past.up_to(AttemptRecord("id", 2, world_size=3, iterations_before=5))
-    assert (later.attempt, later.open_attempts, later.size) == (2, {1: 0, 2: 5}, 3)
+    assert (later.attempt, later.is_open, later.size, later.iterations_before) == (2, True, 3, 5)
     assert past.up_to(AttemptRecord("id", 1, 9, 9)) == past.up_to(None) == past
 
 

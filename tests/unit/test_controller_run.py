@@ -117,3 +117,44 @@ async def test_end_by_a_callback_is_recorded_with_the_place_of_its_error(tmp_pat
     events = [frame.data for frame in await frames_of(run) if frame.kind == frames.EVENT]
     (end,) = [event["data"] for event in events if event["kind"] == "run_end"]
     assert end == {"kind": "error", "message": f"{CALLBACK_NODE}: ValueError: boom"}
+
+
+class LaterGroup(FailingGroup):
+    """Workers that start the second time; remembers what is on storage when they are ready."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(WorkerDiedError("a worker died while it was starting", ranks=(0,)))
+        self._folder = folder
+        self.written = ""
+        self.is_ready = asyncio.Event()
+
+    async def get_ready(self, **options: Any) -> list[str]:
+        if self.num_asked == 0:
+            await super().get_ready()
+        return []
+
+    async def check_storage(self, storage: Storage) -> None:
+        pass
+
+    async def open_rendezvous(self) -> str:
+        return ""
+
+    def info(self, rank: int) -> Any:
+        self.written = "".join(path.read_text() for path in self._folder.glob("events.jsonl"))
+        self.is_ready.set()
+        raise asyncio.CancelledError  # the test needs no more of the attempt
+
+
+def test_failure_is_on_storage_before_the_next_attempt_begins(tmp_path: Path) -> None:
+    """Otherwise a controller that dies then would not count it."""
+    group = LaterGroup(tmp_path)
+
+    async def start() -> None:
+        run = make_run(group, tmp_path)
+        execution = asyncio.create_task(run.execute())
+        await group.is_ready.wait()
+        await run.stop("the test is over", cancel=True)
+        await execution
+
+    asyncio.run(start())
+    assert '"kind":"failure"' in group.written

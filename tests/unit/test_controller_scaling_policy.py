@@ -57,6 +57,16 @@ def test_loss_of_several_workers_at_once_counts_once() -> None:
     assert policy.grow_at() == 2 * MIN_PAUSE_S
 
 
+@pytest.mark.parametrize(("after_s", "pause"), [(FLAP_S - 1, 2 * MIN_PAUSE_S), (FLAP_S + 1, MIN_PAUSE_S)])
+def test_only_losses_soon_after_a_growth_count(after_s: float, pause: float) -> None:
+    policy = ScalingPolicy()
+    policy.on_grown(0)
+    policy.on_worker_lost(after_s)
+    policy.on_grown(75)
+    policy.on_worker_ready(75)
+    assert policy.grow_at() == 75 + pause
+
+
 def test_stable_growth_resets_the_pause() -> None:
     policy = ScalingPolicy()
     policy.on_grown(0)

@@ -268,6 +268,19 @@ def test_window_of_long_steps_ends_by_time() -> None:
     assert found[0].since_s == pytest.approx(ranks.now - 100.0)
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "step_s", "is_over"),
+    [(19, 0.1, False), (20, 0.1, True), (3, 9.9, False), (3, 10.1, True), (2, 20.0, False)],
+)
+def test_window_ends_after_20_steps_or_after_30_seconds_with_3_steps(
+    num_steps: int, step_s: float, is_over: bool
+) -> None:
+    ranks = Ranks(3)
+    steps = together(Step(step_s / 2), Step(step_s), Step(step_s / 2))
+    found = [straggler.rank for _ in range(3) for straggler in ranks.window(steps, num_steps)]
+    assert found == ([1] if is_over else [])
+
+
 def test_window_with_too_few_steps_is_extended() -> None:
     ranks = Ranks(2)
     steps = together(Step(1.0), Step(20.0))
@@ -282,6 +295,7 @@ def test_rank_without_steps_does_not_delay_detection() -> None:
         spent = ranks.spent[2]
         found = ranks.window([Step(1.0), Step(2.0), Step(1.0)], 1)
         ranks.spent[2] = spent
+    assert 3 * MAX_WINDOW_S <= ranks.now - 100 <= 3 * (MAX_WINDOW_S + 2)
     # Rank 2 made too few steps to have a pace: it is neither the fastest nor the slowest.
     assert [(straggler.rank, straggler.others_s) for straggler in found] == [(1, pytest.approx(1.0))]
 

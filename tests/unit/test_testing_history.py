@@ -477,14 +477,3 @@ def test_check_does_not_wait_for_a_run_without_an_outcome(tmp_path: Path) -> Non
         check_history(tmp_path)
     assert time.monotonic() - began < CLOSING_TIMEOUT_S / 2
     assert caught.value.violations == ("the run has no end",)
-
-
-def test_lost_run_may_have_deleted_and_amended_more_than_its_journal_says() -> None:
-    history = one_retry()
-    place = index_of(list(history.frames), f.CHECKPOINT_DELETED)
-    lost = replace(history, frames=history.frames[:place])
-    assert list(history.stored) == [2] and history.stored[2].manifest is not None
-    later = replace(history.stored[2].manifest, iteration=history.stored[2].manifest.iteration + 1)
-    assert find_violations(replace(lost, stored={2: Stored(later)})) == ["the run has no end"]
-    found = find_violations(replace(lost, stored={}))
-    assert [violation for violation in found if "is not on storage" in violation]

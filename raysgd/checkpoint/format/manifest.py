@@ -1,9 +1,11 @@
 """The manifest of a checkpoint: its metadata, and the files that belong to it with their sizes and checksums.
 
 Only the control plane writes it, once, and last: a folder without a manifest is not a checkpoint. In a loop that saves before
-it reports, the round of the checkpoint is known later, and is written to a file of its own, which may be missing: the
-journal of the run is the record of its reports. The control plane, workers and
-drivers read it, possibly from a place where others can write, so `Manifest.from_json` checks everything. No NumPy.
+it reports, the round of the checkpoint is known later, and is written to ``round.json``: the manifest with that round, without
+parts and rank states. That file may be missing, because the journal of the run is the record of its reports.
+
+The control plane, workers and drivers read manifests, possibly from a place where others can write, so `Manifest.from_json`
+checks everything. No NumPy.
 """
 
 from __future__ import annotations
@@ -88,32 +90,6 @@ class Manifest:
             awaits_round=False,
         )
 
-    def round_to_json(self) -> bytes:
-        """Make the content of ``round.json`` of a checkpoint whose manifest was written without its round."""
-        fields = {name: getattr(self, name) for name in _ROUND_KEYS}
-        return seal({"format": _FORMAT, **fields, "metrics": encode_small(self.metrics, what="metrics")})
-
-    def with_round_of(self, data: bytes, where: str = ROUND_NAME) -> Manifest:
-        """Return the checkpoint with the round in the content of ``round.json``; unchanged if that is of another checkpoint.
-
-        Raises:
-            CheckpointCorruptError: Anything in it is wrong.
-        """
-        document = parse_json(data, where, max_depth=_MAX_JSON_DEPTH)
-        _check_seal(document, data, where)
-        try:
-            if any(document[name] != getattr(self, name) for name in ("number", "attempt")):
-                return self
-            if document["iteration"] != self.iteration + 1:
-                return self
-            return self.with_round(
-                decode_small(document["metrics"], what="metrics", where=where), document["time_total_s"]
-            )
-        except CheckpointCorruptError:
-            raise
-        except (CheckpointError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointCorruptError(f"{where} is not valid: {error}") from error
-
     def to_json(self) -> bytes:
         """Make the content of ``manifest.json``.
 
@@ -165,21 +141,15 @@ def seal(document: dict[str, Any]) -> bytes:
     return head + _SEAL % zlib.crc32(head)
 
 
-def _check_seal(document: Any, data: bytes, where: str) -> None:
-    if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise CheckpointCorruptError(f"{where} is not the manifest of a raysgd checkpoint")
-    head = data[: data.rfind(_SEAL[:8])]
-    if data != head + _SEAL % zlib.crc32(head):
-        raise CheckpointCorruptError(f"{where} does not match its own checksum")
-
-
 def _check_document(document: Any, data: bytes, where: str) -> None:
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise CheckpointCorruptError(f"{where} is not the manifest of a raysgd checkpoint")
     if document.get("format_version") != FORMAT_VERSION:
         version = document.get("format_version")
         raise CheckpointCorruptError(f"{where} has format_version {version!r:.50}; this raysgd reads {FORMAT_VERSION}")
-    _check_seal(document, data, where)
+    head = data[: data.rfind(_SEAL[:8])]
+    if data != head + _SEAL % zlib.crc32(head):
+        raise CheckpointCorruptError(f"{where} does not match its own checksum")
     known = {"format", "crc32", *_KEYS.values()}
     if set(document) != known:
         odd = sorted(set(document) ^ known)
@@ -262,8 +232,6 @@ _FIELD_CHECKS: Mapping[str, Callable[[Any], bool]] = {
 }
 #: Defaults of fields that older manifests lack.
 _ADDED: Mapping[str, Any] = {"is_reshardable": False, "awaits_round": False}
-#: What ``round.json`` has besides the metrics; the first two say of which checkpoint it is.
-_ROUND_KEYS = ("number", "attempt", "iteration", "time_total_s")
 #: The key of each field in the file. Version 1 of the format calls ``allow_pickle`` ``trusted``.
 _KEYS = {spec.name: "trusted" if spec.name == "allow_pickle" else spec.name for spec in dataclasses.fields(Manifest)}
 

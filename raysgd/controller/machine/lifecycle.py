@@ -124,8 +124,8 @@ class RunLifecycle:
         self._emit(c.RecordEvent("controller_restart", {"attempt": previous.attempt}))
         self.failures.restore(previous.failures)
         self.checkpoints.restore(previous)
-        for attempt, before in previous.open_attempts.items():
-            self.emit_attempt_end(attempt, before)
+        if previous.is_open:
+            self.emit_attempt_end(previous)
         self.state = Preparing(previous.attempt + 1)
         self._is_published = previous.published is not None
         if (outcome := previous.published or previous.requested) is not None:
@@ -336,10 +336,10 @@ class RunLifecycle:
         else:
             self.prepare()
 
-    def emit_attempt_end(self, attempt: int, iterations_before: int, *, keeps_all: bool = False) -> None:
+    def emit_attempt_end(self, last: Running | PreviousState, *, keeps_all: bool = False) -> None:
         """Announce the end of an attempt, with the rounds that are part of its checkpoints, or with all rounds."""
-        keep = self.checkpoints.end_attempt(iterations_before)
-        self._emit(c.EmitFrame(frames.ATTEMPT_END, attempt, data={"keep_rounds": None if keeps_all else keep}))
+        keep = self.checkpoints.end_attempt(last.iterations_before)
+        self._emit(c.EmitFrame(frames.ATTEMPT_END, last.attempt, data={"keep_rounds": None if keeps_all else keep}))
 
     # -- Paused -------------------------------------------------------------------------------------------------------
 
@@ -365,7 +365,7 @@ class RunLifecycle:
     def close(self, outcome: Outcome) -> None:
         """End the run with this outcome. Ranks may still have to leave the current attempt."""
         if isinstance(self.state, Ending):
-            self.emit_attempt_end(self.state.running.attempt, self.state.running.iterations_before)
+            self.emit_attempt_end(self.state.running)
             if (
                 self.state.is_decided
             ):  # ranks that leave from a save point had more time than a user who ends the run waits
@@ -395,7 +395,7 @@ class RunLifecycle:
         if isinstance(self.state, Ending) and self.state.is_decided and not self.state.running.active:
             if self.pause.is_requested and self.checkpoints.store_held():  # the memory is lost with the workers
                 return
-            self.emit_attempt_end(self.state.running.attempt, self.state.running.iterations_before)
+            self.emit_attempt_end(self.state.running)
             self._prepare_again()
         elif isinstance(self.state, Closing) and not (self.state.running and self.state.running.active):
             if self.checkpoints.store_held():  # not before: a worker might still have written it

@@ -216,7 +216,7 @@ class RunMachine:
         if self._preemption.why and self._preemption.saw_stop and not is_stopping:
             self._lifecycle.regroup(running, self._preemption.why, "preemption")
             return
-        self._lifecycle.emit_attempt_end(running.attempt, running.iterations_before, keeps_all=True)
+        self._lifecycle.emit_attempt_end(running, keeps_all=True)
         is_stopped = is_stopping or running.stopped
         self._lifecycle.close(self._lifecycle.stopped_outcome() if is_stopped else Outcome("done"))
 

@@ -371,7 +371,8 @@ class Run:
         if self._leaving is not None:  # ranks that returned may still be leaving the last process group
             await asyncio.wait([self._leaving], timeout=self._failure.abort_grace_s)
         try:
-            await self._form_group(keep_size=command.keep_size)
+            # Why the last attempt ended is on storage before the next one begins, also for a controller that dies meanwhile.
+            await asyncio.gather(self._form_group(keep_size=command.keep_size), self._files.flush())
         except Exception as error:
             self._feed(_group_failed(error))
             return
