@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.optimizer_parameters import refuse_optimizer
@@ -18,6 +21,8 @@ from raysgd.torch.restoring import place_optimizer_state
 
 #: What messages of torch have that refuse an operation on distributed tensors.
 _OF_DTENSORS = ("DTensor", "placement", "harding")
+#: The users' optimizers of which a method runs, called by their `EngineOptimizer`.
+_running: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class EngineOptimizer(Optimizer):
@@ -36,6 +41,7 @@ class EngineOptimizer(Optimizer):
         self._step = step
         # torch's schedulers warn if the optimizer has made no step before them; here either order is right.
         self._opt_called = True
+        inner.register_step_pre_hook(_refuse_direct)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -63,7 +69,7 @@ class EngineOptimizer(Optimizer):
         found = getattr(self.inner, name)
         # Such as ``eval`` of an optimizer that exchanges weights for an evaluation.
         is_own = isinstance(found, MethodType) and not name.startswith("_")
-        return functools.partial(self._call, found) if is_own else found
+        return functools.partial(self._call_own, found) if is_own else found
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self.inner,)  # a copy or a pickle is the optimizer inside
@@ -108,9 +114,32 @@ class EngineOptimizer(Optimizer):
         for hook in hooks[1].values():
             hook(self, (), {})
 
+    def _call_own(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method that torch's optimizers do not have, and that may make a step, as those of SAM do."""
+        name, has_stepped = method.__name__, False
+
+        def on_step(*_: Any) -> None:
+            nonlocal has_stepped
+            self._step.check_own_step(name)
+            has_stepped = True
+
+        handle = register_optimizer_step_pre_hook(on_step)
+        try:
+            found = self._call(method, *args, **kwargs)
+        except UsageError:
+            raise
+        except RuntimeError as error:
+            self._step.explain_hidden(name, error)
+            raise
+        finally:
+            handle.remove()
+        if has_stepped:
+            self._step.finish()
+        return found
+
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the optimizer, which finds its shards and may change them and their gradients."""
-        with self._step.in_place(self.inner):
+        with self._step.in_place(self.inner), _is_running(self.inner):
             has_shards = any(is_dtensor(each) for group in self.param_groups for each in group["params"])
             try:
                 return method(*args, **kwargs)
@@ -150,3 +179,20 @@ class EngineOptimizer(Optimizer):
 
 def _same(optimizer: Optimizer) -> Optimizer:
     return optimizer
+
+
+@contextmanager
+def _is_running(optimizer: Optimizer) -> Iterator[None]:
+    _running.add(optimizer)
+    try:
+        yield
+    finally:
+        _running.discard(optimizer)
+
+
+def _refuse_direct(optimizer: Optimizer, *_: Any) -> None:
+    if not isinstance(optimizer, EngineOptimizer) and optimizer not in _running:
+        raise UsageError(
+            f"step() was called on the {type(optimizer).__name__} that the engine was given: it does not know there whether the "
+            "gradients are complete, nor which shards it updates. Call step() on the optimizer that was returned."
+        )

@@ -258,8 +258,9 @@ class Step:
         """Follow what the loop has done to the model's parameters: unfrozen, exchanged or added some."""
         model = unwrap(self.composed.model)
         self._parameters = self._data_parallel.parameters_of(model)
-        for each in self._parameters.values():
+        for name, each in self._parameters.items():
             if each not in self._num_hooks:
+                self._check_new(name, each)
                 if api.world_size() > 1:
                     dist.broadcast(local_of(each.detach()), group=self._mesh().get_group("dp"), group_src=0)
                 self._num_hooks[each] = _count_hooks(each)
@@ -430,6 +431,36 @@ class Step:
             and not any(map(is_dtensor, self._gradients.updated()))
         )
 
+    def check_own_step(self, name: str) -> None:
+        """Check that a method of the user's optimizer may make a step with the gradients that there are.
+
+        Raises:
+            UsageError: They are not complete, not finite, or are to be clipped by `take_gradients`.
+        """
+        if not self.is_complete:
+            raise self._refuse_hidden(name)
+        if self._config.clip_grad_norm is not None:
+            raise UsageError(
+                f"optimizer.{name}() makes a step by itself, and clip_grad_norm= clips in optimizer.step() alone: leave it out, "
+                f"and call torch.nn.utils.clip_grad_norm_ before optimizer.{name}()."
+            )
+        if not self.is_finite:
+            raise UsageError(
+                f"gradients are infinite or NaN in fp16, and optimizer.{name}() makes a step by itself, which the engine cannot "
+                'skip: give precision="bf16".'
+            )
+
+    def explain_hidden(self, name: str, error: RuntimeError) -> None:
+        """Raise what an error of the user's optimizer means if it has not found the gradients of an unfinished step."""
+        if self._accumulation.is_open and not self.is_complete:
+            raise self._refuse_hidden(name) from error
+
+    def _refuse_hidden(self, name: str) -> UsageError:
+        return UsageError(
+            f"optimizer.{name}() needs the gradients of a step, and these are not complete before its last batch: call it where "
+            "optimizer.is_complete, or give accumulation_steps=1."
+        )
+
     def in_place(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Let the optimizer find its shards, made of the parameters as they are now; see `OptimizerShards.in_place`."""
         return self._data_parallel.shards.in_place(optimizer, with_gradients=self.is_complete)
@@ -564,6 +595,14 @@ class Step:
             raise UsageError(
                 "weighted_gradients=True: the engine has handed out no batch, so it does not know its rows: call "
                 "engine.backward(loss, weight=number), or give the loader to compose(train_dataloader=...)."
+            )
+
+    def _check_new(self, name: str, parameter: nn.Parameter) -> None:
+        """Check that a parameter that the loop has added has the type that the model computes in."""
+        if self._config.precision == "bf16-true" and parameter.dtype in (torch.float32, torch.float64):
+            raise UsageError(
+                f'the loop has added the parameter {name}, which is {parameter.dtype}, and with precision="bf16-true" the model '
+                "computes in bf16: convert the new layer by layer.to(torch.bfloat16)."
             )
 
     def check_updated(self) -> None:
