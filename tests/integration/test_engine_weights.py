@@ -63,3 +63,14 @@ def test_optimizer_that_makes_steps_itself_needs_complete_clipped_gradients(rank
     if "accelerate" not in strategy:
         (unfinished,) = set(ranks.run(weight_edits.train, strategy, "SAM", 3, 2))
         assert "optimizer.first_step() needs the gradients of a step" in unfinished
+
+
+@pytest.mark.parametrize("edit", weight_edits.OF_STAGES)
+def test_what_the_loop_does_to_a_stage_of_a_pipeline_wins(ranks: RankGroup, edit: str) -> None:
+    refusals = list(REFUSED.get(edit, {}))
+    for precision in ("fp32", "bf16-true"):
+        for outcome in ranks.run(weight_edits.compare_pipelined, edit, precision):
+            if refusals:
+                assert isinstance(outcome, str) and refusals[0] in outcome
+            else:
+                assert outcome < weight_edits.TOLERANCES[precision]

@@ -129,7 +129,7 @@ class Loop:
     """
 
     model: Any
-    call: Callable[[torch.Tensor], torch.Tensor]
+    call: Callable[..., Any]
     optimizer: Any
     step: int = 0
     kept: dict[str, Any] = field(default_factory=dict)
@@ -511,3 +511,48 @@ def compare(cases: list[tuple[str, str, int, int]]) -> list[str | float]:
         differences = [abs(one - other) for one, other in zip(evaluations, of_plain, strict=True)]
         found.append(max(float((weights - expected).abs().max()), *differences, 0.0))
     return found
+
+
+#: Edits of all parameters that a rank has, which do not call the model.
+OF_STAGES = (
+    "clamp",
+    "clamp .data",
+    "assign .data",
+    "decay by groups",
+    "restore best",
+    "lookahead",
+    "reset momenta",
+    "hook after",
+    "step of the given optimizer",
+)
+
+
+def compare_pipelined(edit: str, precision: str) -> str | float:
+    """Train a tiny GPT-2 in a pipeline of two ranks and plainly; return how it was refused, or the largest difference."""
+    from support.engine_models import batch as batch_of
+    from support.engine_models import build
+
+    def train_as(*, is_plain: bool) -> nn.Module:
+        model = build("gpt2").train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.8)
+        loop = Loop(model, model, optimizer, kept={"is_plain": is_plain, "given": optimizer})
+        backward: Callable[..., None] = torch.Tensor.backward
+        if not is_plain:
+            engine = raysgd.Engine(pipeline_parallel=RANKS, precision=precision)
+            loop.call, loop.optimizer, *_ = engine.compose(model=model, optimizer=optimizer)
+            backward = engine.backward
+        while loop.step < NUM_STEPS:
+            backward(loop.call(**batch_of("gpt2", loop.step, is_even=True)).loss)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.step += 1
+            EDITS[edit](loop)
+        return model
+
+    with session_of(dist.get_rank(), RANKS, RANKS):
+        try:
+            own = dict(train_as(is_plain=False).named_parameters())
+        except RaySGDError as error:
+            return f"{type(error).__name__}: {error}"
+        expected = dict(train_as(is_plain=True).named_parameters())
+        return max(float((each.float() - expected[name]).abs().max()) for name, each in own.items())
