@@ -21,7 +21,8 @@ from raysgd.torch.restoring import place_optimizer_state
 
 #: What messages of torch have that refuse an operation on distributed tensors.
 _OF_DTENSORS = ("DTensor", "placement", "harding")
-#: The users' optimizers of which a method runs, called by their `EngineOptimizer`.
+#: The users' optimizers that the engine was given, and those of which a method runs that their `EngineOptimizer` has called.
+_given: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _running: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -41,7 +42,8 @@ class EngineOptimizer(Optimizer):
         self._step = step
         # torch's schedulers warn if the optimizer has made no step before them; here either order is right.
         self._opt_called = True
-        inner.register_step_pre_hook(_refuse_direct)
+        _given.add(inner)
+        _watch_steps()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -120,7 +122,7 @@ class EngineOptimizer(Optimizer):
 
         def on_step(*_: Any) -> None:
             nonlocal has_stepped
-            self._step.check_own_step(name)
+            self._check_own_step(name)
             has_stepped = True
 
         handle = register_optimizer_step_pre_hook(on_step)
@@ -129,13 +131,33 @@ class EngineOptimizer(Optimizer):
         except UsageError:
             raise
         except RuntimeError as error:
-            self._step.explain_hidden(name, error)
+            if self._step.hides_gradients:
+                raise _refuse_hidden(name) from error
             raise
         finally:
             handle.remove()
         if has_stepped:
             self._step.finish()
         return found
+
+    def _check_own_step(self, name: str) -> None:
+        """Check that a method of the user's optimizer may make a step with the gradients that there are.
+
+        Raises:
+            UsageError: They are not complete, not finite, or are to be clipped in `step`.
+        """
+        if not self.is_complete:
+            raise _refuse_hidden(name)
+        if self._step.clips:
+            raise UsageError(
+                f"optimizer.{name}() makes a step by itself, and clip_grad_norm= clips in optimizer.step() alone: leave it out, "
+                f"and call torch.nn.utils.clip_grad_norm_ before optimizer.{name}()."
+            )
+        if not self._step.is_finite:
+            raise UsageError(
+                f"gradients are infinite or NaN in fp16, and optimizer.{name}() makes a step by itself, which the engine cannot "
+                'skip: give precision="bf16".'
+            )
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the optimizer, which finds its shards and may change them and their gradients."""
@@ -181,6 +203,13 @@ def _same(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def _refuse_hidden(name: str) -> UsageError:
+    return UsageError(
+        f"optimizer.{name}() needs the gradients of a step, and these are not complete before its last batch: call it where "
+        "optimizer.is_complete, or give accumulation_steps=1."
+    )
+
+
 @contextmanager
 def _is_running(optimizer: Optimizer) -> Iterator[None]:
     _running.add(optimizer)
@@ -190,8 +219,13 @@ def _is_running(optimizer: Optimizer) -> Iterator[None]:
         _running.discard(optimizer)
 
 
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_direct)
+
+
 def _refuse_direct(optimizer: Optimizer, *_: Any) -> None:
-    if not isinstance(optimizer, EngineOptimizer) and optimizer not in _running:
+    if optimizer in _given and optimizer not in _running:
         raise UsageError(
             f"step() was called on the {type(optimizer).__name__} that the engine was given: it does not know there whether the "
             "gradients are complete, nor which shards it updates. Call step() on the optimizer that was returned."

@@ -58,6 +58,7 @@ class Step:
         composed: What the strategies made of the model.
         model: What the loop calls.
         hidden: The gradients of a step that is not complete.
+        clips: Whether `take_gradients` clips.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Step:
             is_sharded=composed.data_parallel.is_sharded,
             counted_elsewhere=composed.counted_elsewhere,
         )
-        self.hidden = HiddenGradients()
+        self.hidden, self.clips = HiddenGradients(), config.clip_grad_norm is not None
         self._finite: HostFlag | None = None  # whether complete gradients are finite, if that is in question
         self._weight = 0.0  # batches, rows or tokens of the step, on this rank
         self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
@@ -100,9 +101,8 @@ class Step:
         for module in unwrap(model).modules():  # the loop may load states of parts
             module.register_load_state_dict_pre_hook(AttachedHook(place_loaded))  # type: ignore[no-untyped-call]
         if pipeline is None:
-            model.register_forward_pre_hook(
-                AttachedHook(self._begin_forward), with_kwargs=True, prepend=True
-            )  # FSDP gathers parameters in its own
+            # FSDP gathers parameters in its own hook.
+            model.register_forward_pre_hook(AttachedHook(self._begin_forward), with_kwargs=True, prepend=True)
             model.register_forward_hook(AttachedHook(lambda module, args, outputs: self._batches.mark(outputs)))
         else:
             self.model = model = pipeline
@@ -118,11 +118,11 @@ class Step:
         self._dataset = dataset = prepared.loader.dataset
 
         def on_batch(batch: HandedBatch) -> None:
-            for each in _readers(dataset):
+            for each in [step for step in _steps if step.reads(dataset)]:
                 each._batches.hand_out(batch)
 
         def on_end() -> None:
-            for each in _readers(dataset):
+            for each in [step for step in _steps if step.reads(dataset)]:
                 each._batches.end()
 
         return FollowedLoader(prepared, on_batch, on_end=on_end, keeps_repeated=not self._config.weighted_gradients)
@@ -260,9 +260,7 @@ class Step:
         self._parameters = self._data_parallel.parameters_of(model)
         for name, each in self._parameters.items():
             if each not in self._num_hooks:
-                self._check_new(name, each)
-                if api.world_size() > 1:
-                    dist.broadcast(local_of(each.detach()), group=self._mesh().get_group("dp"), group_src=0)
+                self._data_parallel.start_new(name, each)
                 self._num_hooks[each] = _count_hooks(each)
         self._data_parallel.follow(model, self._parameters.values())
 
@@ -342,6 +340,11 @@ class Step:
         self._note_changes(norm)
 
     @property
+    def hides_gradients(self) -> bool:
+        """Whether there are gradients of an unfinished step, which the loop does not see."""
+        return self._accumulation.is_open and not self.is_complete
+
+    @property
     def is_finite(self) -> bool:
         """Whether the gradients of a complete step are finite, on all ranks; in fp16 the host waits for them to be computed."""
         return self._finite is None or self._finite.ask()
@@ -395,8 +398,7 @@ class Step:
         Raises:
             UsageError: There are gradients that the engine does not know, or it is not known where the batch began.
         """
-        tensors = (*self._parameters.values(), *self._gradients.updated())
-        if any(self.hidden.is_strange(each) for each in tensors):
+        if any(map(self.hidden.is_strange, (*self._parameters.values(), *self._gradients.updated()))):
             raise UsageError(
                 f"optimizer.step() was called with gradients that {self._advice}, and optimizer.zero_grad() after each step."
             )
@@ -429,36 +431,6 @@ class Step:
             and not optimizer._optimizer_step_pre_hooks
             and not optimizer._optimizer_step_post_hooks
             and not any(map(is_dtensor, self._gradients.updated()))
-        )
-
-    def check_own_step(self, name: str) -> None:
-        """Check that a method of the user's optimizer may make a step with the gradients that there are.
-
-        Raises:
-            UsageError: They are not complete, not finite, or are to be clipped by `take_gradients`.
-        """
-        if not self.is_complete:
-            raise self._refuse_hidden(name)
-        if self._config.clip_grad_norm is not None:
-            raise UsageError(
-                f"optimizer.{name}() makes a step by itself, and clip_grad_norm= clips in optimizer.step() alone: leave it out, "
-                f"and call torch.nn.utils.clip_grad_norm_ before optimizer.{name}()."
-            )
-        if not self.is_finite:
-            raise UsageError(
-                f"gradients are infinite or NaN in fp16, and optimizer.{name}() makes a step by itself, which the engine cannot "
-                'skip: give precision="bf16".'
-            )
-
-    def explain_hidden(self, name: str, error: RuntimeError) -> None:
-        """Raise what an error of the user's optimizer means if it has not found the gradients of an unfinished step."""
-        if self._accumulation.is_open and not self.is_complete:
-            raise self._refuse_hidden(name) from error
-
-    def _refuse_hidden(self, name: str) -> UsageError:
-        return UsageError(
-            f"optimizer.{name}() needs the gradients of a step, and these are not complete before its last batch: call it where "
-            "optimizer.is_complete, or give accumulation_steps=1."
         )
 
     def in_place(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -597,14 +569,6 @@ class Step:
                 "engine.backward(loss, weight=number), or give the loader to compose(train_dataloader=...)."
             )
 
-    def _check_new(self, name: str, parameter: nn.Parameter) -> None:
-        """Check that a parameter that the loop has added has the type that the model computes in."""
-        if self._config.precision == "bf16-true" and parameter.dtype in (torch.float32, torch.float64):
-            raise UsageError(
-                f'the loop has added the parameter {name}, which is {parameter.dtype}, and with precision="bf16-true" the model '
-                "computes in bf16: convert the new layer by layer.to(torch.bfloat16)."
-            )
-
     def check_updated(self) -> None:
         """Check that what the optimizer updates is the model's, or has no gradient.
 
@@ -648,10 +612,6 @@ class Step:
                     "a parameter has a hook, which would not find its gradient: with several workers, zero_stage=3 or fp16 it is "
                     "complete after the backward pass. Change parameter.grad before optimizer.step() in place of the hook."
                 )
-
-
-def _readers(dataset: Any) -> list[Step]:
-    return [each for each in _steps if each.reads(dataset)]
 
 
 def _count_hooks(parameter: nn.Parameter) -> tuple[int, int]:

@@ -12,11 +12,12 @@ from support.torch_ranks import RankGroup
 pytestmark = pytest.mark.timeout(300)
 
 SHARDED = ("ZeRO 3", "bf16-true, ZeRO 3", "accelerate, ZeRO 3")
-WITH_MASTERS = ("bf16-true", "bf16-true, ZeRO 1")
+WITH_MASTERS = ("bf16-true", "bf16-true, ZeRO 1", "TP, bf16-true")
+WITH_TENSORS = ("TP", "TP, bf16-true")
 #: What is refused, by edit: the strategies, and what the error says.
 REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "swap_tensors": {"use_count of t1": ("DDP", "bf16-true")},  # torch's own
-    "set_": {"aten.set_.source_Tensor does not have a sharding strategy": SHARDED},  # torch's own
+    "set_": {"aten.set_.source_Tensor does not have a sharding strategy": (*SHARDED, *WITH_TENSORS)},  # torch's own
     "exchange": {
         "give Engine(find_unused_parameters=True)": (SHARDED[0], SHARDED[2]),
         "layer.to(torch.bfloat16)": (SHARDED[1],),
@@ -24,7 +25,8 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "tie": {"frozen.weight was replaced by another one": SHARDED},
     "parametrize": {"middle.weight was replaced by another one": SHARDED},
     "round": {"convert the model before engine.compose": SHARDED, "or convert the model before it": WITH_MASTERS},
-    "SAM": {"Sharpness needs whole parameters": SHARDED},  # its norm and a scalar are of different kinds there
+    # Its norm and a scalar are of different kinds there.
+    "SAM": {"Sharpness needs whole parameters": (*SHARDED, *WITH_TENSORS)},
     "step of the given optimizer": {"Call step() on the optimizer that was returned": tuple(weight_edits.STRATEGIES)},
 }
 
