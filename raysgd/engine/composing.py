@@ -253,8 +253,9 @@ def _set_precision(config: EngineConfig, model: nn.Module, data_parallel: DataPa
     if config.precision != "bf16-true":
         autocast_forward(model, dtype)
         return f"autocast to {config.precision}"
-    _convert(model, dtype, with_parameters=not data_parallel.gathers_parameters)
-    cast_inputs(model, dtype, keeps_outputs=config.pipeline_parallel > 1)
+    is_gathered = data_parallel.gathers_parameters
+    _convert(model, dtype, with_parameters=not is_gathered)
+    cast_inputs(model, dtype, gathers_parameters=is_gathered, keeps_outputs=config.pipeline_parallel > 1)
     return "parameters in bf16, master weights in fp32"
 
 

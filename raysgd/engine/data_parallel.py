@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
+from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.config import EngineConfig
+from raysgd.engine.local_tensors import local_of
 from raysgd.engine.optimizer_shards import DividedShards, OptimizerShards, average_gradients, in_buckets
 from raysgd.errors import UsageError
 from raysgd.session import api
@@ -82,6 +84,22 @@ class DataParallel:
             UsageError: The loop has replaced one, which is not possible here.
         """
         return dict(model.named_parameters())
+
+    def start_new(self, name: str, parameter: nn.Parameter) -> None:
+        """Give all ranks the values of rank 0 in a parameter that the loop has added. All ranks call it.
+
+        Raises:
+            UsageError: It does not have the type that the model computes in.
+        """
+        config = self._config
+        if config.precision == "bf16-true" and parameter.dtype in (torch.float32, torch.float64):
+            raise UsageError(
+                f'the loop has added the parameter {name}, which is {parameter.dtype}, and with precision="bf16-true" the model '
+                "computes in bf16: convert the new layer by layer.to(torch.bfloat16)."
+            )
+        is_replicated = config.tensor_parallel > 1 and not is_dtensor(parameter)
+        for axis in ("dp", "tp") if is_replicated else ("dp",) if api.world_size() > 1 else ():
+            dist.broadcast(local_of(parameter.detach()), group=self._mesh().get_group(axis), group_src=0)
 
     def follow(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         """Begin a forward pass of a model, whose parameters the loop may have unfrozen, or added, since the last one."""
@@ -207,7 +225,16 @@ def _accumulators(parameters: Sequence[nn.Parameter]) -> list[tuple[Any, ...]]:
 
     torch makes a new accumulator if a parameter is converted to another type, even if it is converted back later.
     """
-    return [(get_gradient_edge(each).node, each.stride()) for each in parameters]
+    nodes = _Accumulators.apply(*parameters).grad_fn.next_functions if parameters else ()  # type: ignore[no-untyped-call]
+    return [(node, each.stride()) for (node, _), each in zip(nodes, parameters, strict=True)]
+
+
+class _Accumulators(torch.autograd.Function):
+    """An operation of all parameters, whose graph has their accumulators: asking for each one takes five times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
 
 
 class AveragedReplicas(DataParallel):

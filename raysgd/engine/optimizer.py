@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.optimizer_parameters import refuse_optimizer
@@ -23,6 +26,9 @@ from raysgd.torch.restoring import place_optimizer_state
 
 #: What messages of torch have that refuse an operation on distributed tensors.
 _OF_DTENSORS = ("DTensor", "placement", "harding")
+#: The users' optimizers that the engine was given, and those of which a method runs that their `EngineOptimizer` has called.
+_given: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_running: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class EngineOptimizer(Optimizer):
@@ -42,6 +48,8 @@ class EngineOptimizer(Optimizer):
         _share_metrics()
         # torch's schedulers warn if the optimizer has made no step before them; here either order is right.
         self._opt_called = True
+        _given.add(inner)
+        _watch_steps()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -69,7 +77,7 @@ class EngineOptimizer(Optimizer):
         found = getattr(self.inner, name)
         # Such as ``eval`` of an optimizer that exchanges weights for an evaluation.
         is_own = isinstance(found, MethodType) and not name.startswith("_")
-        return functools.partial(self._call, found) if is_own else found
+        return functools.partial(self._call_own, found) if is_own else found
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self.inner,)  # a copy or a pickle is the optimizer inside
@@ -114,9 +122,52 @@ class EngineOptimizer(Optimizer):
         for hook in hooks[1].values():
             hook(self, (), {})
 
+    def _call_own(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method that torch's optimizers do not have, and that may make a step, as those of SAM do."""
+        name, has_stepped = method.__name__, False
+
+        def on_step(*_: Any) -> None:
+            nonlocal has_stepped
+            self._check_own_step(name)
+            has_stepped = True
+
+        handle = register_optimizer_step_pre_hook(on_step)
+        try:
+            found = self._call(method, *args, **kwargs)
+        except UsageError:
+            raise
+        except RuntimeError as error:
+            if self._step.hides_gradients:
+                raise _refuse_hidden(name) from error
+            raise
+        finally:
+            handle.remove()
+        if has_stepped:
+            self._step.finish()
+        return found
+
+    def _check_own_step(self, name: str) -> None:
+        """Check that a method of the user's optimizer may make a step with the gradients that there are.
+
+        Raises:
+            UsageError: They are not complete, not finite, or are to be clipped in `step`.
+        """
+        if not self.is_complete:
+            raise _refuse_hidden(name)
+        if self._step.clips:
+            raise UsageError(
+                f"optimizer.{name}() makes a step by itself, and clip_grad_norm= clips in optimizer.step() alone: leave it out, "
+                f"and call torch.nn.utils.clip_grad_norm_ before optimizer.{name}()."
+            )
+        if not self._step.is_finite:
+            raise UsageError(
+                f"gradients are infinite or NaN in fp16, and optimizer.{name}() makes a step by itself, which the engine cannot "
+                'skip: give precision="bf16".'
+            )
+
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the optimizer, which finds its shards and may change them and their gradients."""
-        with self._step.in_place(self.inner):
+        with self._step.in_place(self.inner), _is_running(self.inner):
             has_shards = any(is_dtensor(each) for group in self.param_groups for each in group["params"])
             try:
                 return method(*args, **kwargs)
@@ -172,3 +223,32 @@ def _share_metrics() -> None:
 
 def _same(optimizer: Optimizer) -> Optimizer:
     return optimizer
+
+
+def _refuse_hidden(name: str) -> UsageError:
+    return UsageError(
+        f"optimizer.{name}() needs the gradients of a step, and these are not complete before its last batch: call it where "
+        "optimizer.is_complete, or give accumulation_steps=1."
+    )
+
+
+@contextmanager
+def _is_running(optimizer: Optimizer) -> Iterator[None]:
+    _running.add(optimizer)
+    try:
+        yield
+    finally:
+        _running.discard(optimizer)
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_direct)
+
+
+def _refuse_direct(optimizer: Optimizer, *_: Any) -> None:
+    if optimizer in _given and optimizer not in _running:
+        raise UsageError(
+            f"step() was called on the {type(optimizer).__name__} that the engine was given: it does not know there whether the "
+            "gradients are complete, nor which shards it updates. Call step() on the optimizer that was returned."
+        )

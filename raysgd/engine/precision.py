@@ -38,15 +38,23 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
     model.forward = AttachedForward(forward, autocast)
 
 
-def cast_inputs(model: nn.Module, dtype: torch.dtype, *, keeps_outputs: bool = False) -> None:
-    """Give a model whose parameters are in ``dtype`` inputs of that type.
+def cast_inputs(
+    model: nn.Module, dtype: torch.dtype, *, gathers_parameters: bool = False, keeps_outputs: bool = False
+) -> None:
+    """Give a model whose parameters are in ``dtype`` inputs of that type, or of the type to which the loop has converted it.
 
-    Its outputs are fp32, unless ``keeps_outputs``: then they go to the next stage of a pipeline.
+    Args:
+        model: Its outputs are fp32.
+        dtype: That of its parameters now.
+        gathers_parameters: It always computes in ``dtype``, with gathered copies of its parameters.
+        keeps_outputs: Its outputs stay as they are, for the next stage of a pipeline.
     """
     forward = model.forward
 
     def cast(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map(lambda value: _floats_to(value, dtype), (args, kwargs))
+        floats = () if gathers_parameters else (each.dtype for each in model.parameters() if _is_float(each))
+        computed = next(iter(floats), dtype)
+        args, kwargs = pytree.tree_map(lambda value: _floats_to(value, computed), (args, kwargs))
         outputs = forward(*args, **kwargs)
         return outputs if keeps_outputs else to_fp32(outputs, needs_loss_alone=model.training)
 

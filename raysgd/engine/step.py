@@ -33,7 +33,6 @@ from raysgd.engine.composing import Composed, place_loaded
 from raysgd.engine.config import WITHOUT_OPTIMIZER, EngineConfig
 from raysgd.engine.data_parallel import Mesh
 from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag, scale
-from raysgd.engine.local_tensors import local_of
 from raysgd.engine.precision import LossScale, overflows
 from raysgd.engine.used_batches import UsedBatches
 from raysgd.errors import CheckpointError, UsageError
@@ -66,6 +65,7 @@ class Step:
         composed: What the strategies made of the model.
         model: What the loop calls.
         hidden: The gradients of a step that is not complete.
+        clips: Whether `take_gradients` clips.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Step:
             is_sharded=composed.data_parallel.is_sharded,
             counted_elsewhere=composed.counted_elsewhere,
         )
-        self.hidden = HiddenGradients()
+        self.hidden, self.clips = HiddenGradients(), config.clip_grad_norm is not None
         self._finite: HostFlag | None = None  # whether complete gradients are finite, if that is in question
         self._weight = 0.0  # batches, rows or tokens of the step, on this rank
         self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
@@ -108,9 +108,8 @@ class Step:
         for module in unwrap(model).modules():  # the loop may load states of parts
             module.register_load_state_dict_pre_hook(AttachedHook(place_loaded))  # type: ignore[no-untyped-call]
         if pipeline is None:
-            model.register_forward_pre_hook(
-                AttachedHook(self._begin_forward), with_kwargs=True, prepend=True
-            )  # FSDP gathers parameters in its own
+            # FSDP gathers parameters in its own hook.
+            model.register_forward_pre_hook(AttachedHook(self._begin_forward), with_kwargs=True, prepend=True)
             model.register_forward_hook(AttachedHook(lambda module, args, outputs: self._end_forward(outputs)))
         else:
             self.model = model = pipeline
@@ -127,11 +126,11 @@ class Step:
         self._dataset = dataset = prepared.loader.dataset
 
         def on_batch(batch: HandedBatch) -> None:
-            for each in _readers(dataset):
+            for each in [step for step in _steps if step.reads(dataset)]:
                 each._batches.hand_out(batch)
 
         def on_end() -> None:
-            for each in _readers(dataset):
+            for each in [step for step in _steps if step.reads(dataset)]:
                 each._batches.end()
 
         return FollowedLoader(prepared, on_batch, on_end=on_end, keeps_repeated=not self._config.weighted_gradients)
@@ -259,10 +258,9 @@ class Step:
         """Follow what the loop has done to the model's parameters: unfrozen, exchanged or added some."""
         model = unwrap(self.composed.model)
         self._parameters = self._data_parallel.parameters_of(model)
-        for each in self._parameters.values():
+        for name, each in self._parameters.items():
             if each not in self._num_hooks:
-                if api.world_size() > 1:
-                    dist.broadcast(local_of(each.detach()), group=self._mesh().get_group("dp"), group_src=0)
+                self._data_parallel.start_new(name, each)
                 self._num_hooks[each] = count_hooks(each)
         self._data_parallel.follow(model, self._parameters.values())
 
@@ -346,6 +344,11 @@ class Step:
         self._note_changes(norm)
 
     @property
+    def hides_gradients(self) -> bool:
+        """Whether there are gradients of an unfinished step, which the loop does not see."""
+        return self._accumulation.is_open and not self.is_complete
+
+    @property
     def is_finite(self) -> bool:
         """Whether the gradients of a complete step are finite, on all ranks; in fp16 the host waits for them to be computed."""
         return self._finite is None or self._finite.ask()
@@ -399,8 +402,7 @@ class Step:
         Raises:
             UsageError: There are gradients that the engine does not know, or it is not known where the batch began.
         """
-        tensors = (*self._parameters.values(), *self._gradients.updated())
-        if any(self.hidden.is_strange(each) for each in tensors):
+        if any(map(self.hidden.is_strange, (*self._parameters.values(), *self._gradients.updated()))):
             raise UsageError(
                 f"optimizer.step() was called with gradients that {self._advice}, and optimizer.zero_grad() after each step."
             )
@@ -609,7 +611,3 @@ def _check_optimizers() -> None:
             each.check_optimizer(optimizer)
 
     register_optimizer_step_pre_hook(check)
-
-
-def _readers(dataset: Any) -> list[Step]:
-    return [each for each in _steps if each.reads(dataset)]

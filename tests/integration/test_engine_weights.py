@@ -12,16 +12,22 @@ from support.torch_ranks import RankGroup
 pytestmark = pytest.mark.timeout(300)
 
 SHARDED = ("ZeRO 3", "bf16-true, ZeRO 3", "accelerate, ZeRO 3")
-WITH_MASTERS = ("bf16-true", "bf16-true, ZeRO 1")
+WITH_MASTERS = ("bf16-true", "bf16-true, ZeRO 1", "TP, bf16-true")
+WITH_TENSORS = ("TP", "TP, bf16-true")
 #: What is refused, by edit: the strategies, and what the error says.
 REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "swap_tensors": {"use_count of t1": ("DDP", "bf16-true")},  # torch's own
-    "set_": {"aten.set_.source_Tensor does not have a sharding strategy": SHARDED},  # torch's own
-    "exchange": {"give Engine(find_unused_parameters=True)": (SHARDED[0], SHARDED[2]), "same dtype": (SHARDED[1],)},
+    "set_": {"aten.set_.source_Tensor does not have a sharding strategy": (*SHARDED, *WITH_TENSORS)},  # torch's own
+    "exchange": {
+        "give Engine(find_unused_parameters=True)": (SHARDED[0], SHARDED[2]),
+        "layer.to(torch.bfloat16)": (SHARDED[1],),
+    },
     "tie": {"frozen.weight was replaced by another one": SHARDED},
     "parametrize": {"middle.weight was replaced by another one": SHARDED},
-    "round": {"convert the model before engine.compose": SHARDED, "Input type": WITH_MASTERS},
-    "SAM": {"Sharpness needs whole parameters": SHARDED},  # its norm and a scalar are of different kinds there
+    "round": {"convert the model before engine.compose": SHARDED, "or convert the model before it": WITH_MASTERS},
+    # Its norm and a scalar are of different kinds there.
+    "SAM": {"Sharpness needs whole parameters": (*SHARDED, *WITH_TENSORS)},
+    "step of the given optimizer": {"Call step() on the optimizer that was returned": tuple(weight_edits.STRATEGIES)},
 }
 
 
@@ -50,3 +56,23 @@ def test_what_the_loop_does_to_weights_and_optimizer_wins(ranks: RankGroup, edit
             if not is_right:
                 wrong.append(f"{strategy}: {outcome}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("strategy", ["DDP", "ZeRO 1", "bf16-true", "accelerate, ZeRO 2"])
+def test_optimizer_that_makes_steps_itself_needs_complete_clipped_gradients(ranks: RankGroup, strategy: str) -> None:
+    (clipped,) = set(ranks.run(weight_edits.train, strategy, "SAM", 3, 1, clip_grad_norm=1.0))
+    assert "optimizer.second_step() makes a step by itself, and clip_grad_norm= clips in optimizer.step()" in clipped
+    if "accelerate" not in strategy:
+        (unfinished,) = set(ranks.run(weight_edits.train, strategy, "SAM", 3, 2))
+        assert "optimizer.first_step() needs the gradients of a step" in unfinished
+
+
+@pytest.mark.parametrize("edit", weight_edits.OF_STAGES)
+def test_what_the_loop_does_to_a_stage_of_a_pipeline_wins(ranks: RankGroup, edit: str) -> None:
+    refusals = list(REFUSED.get(edit, {}))
+    for precision in ("fp32", "bf16-true"):
+        for outcome in ranks.run(weight_edits.compare_pipelined, edit, precision):
+            if refusals:
+                assert isinstance(outcome, str) and refusals[0] in outcome
+            else:
+                assert outcome < weight_edits.TOLERANCES[precision]

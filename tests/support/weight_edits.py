@@ -34,6 +34,8 @@ STRATEGIES: dict[str, tuple[dict[str, Any], bool]] = {
     "bf16-true": ({"precision": "bf16-true"}, False),
     "bf16-true, ZeRO 1": ({"precision": "bf16-true", "zero_stage": 1}, False),
     "bf16-true, ZeRO 3": ({"precision": "bf16-true", "zero_stage": 3}, False),
+    "TP": ({"tensor_parallel": 2}, False),
+    "TP, bf16-true": ({"tensor_parallel": 2, "precision": "bf16-true"}, False),
     "accelerate, ZeRO 2": ({"zero_stage": 2}, True),
     "accelerate, ZeRO 3": ({"zero_stage": 3}, True),
 }
@@ -127,7 +129,7 @@ class Loop:
     """
 
     model: Any
-    call: Callable[[torch.Tensor], torch.Tensor]
+    call: Callable[..., Any]
     optimizer: Any
     step: int = 0
     kept: dict[str, Any] = field(default_factory=dict)
@@ -314,6 +316,14 @@ def _round(loop: Loop) -> None:
     loop.model.float()
 
 
+def _evaluate_in_fp32(loop: Loop) -> None:
+    dtype = loop.model.first.weight.dtype
+    loop.model.float()
+    with torch.no_grad():
+        loop.kept.setdefault("evaluations", []).append(float(loop.call(torch.ones(2, 8)).mean()))
+    loop.model.to(dtype)
+
+
 def _hook_after(loop: Loop) -> None:
     if loop.step == 1:
         loop.optimizer.register_step_post_hook(lambda *_: _clamp(loop))
@@ -334,6 +344,11 @@ def _evaluate_average(loop: Loop) -> None:
     with torch.no_grad():
         loop.kept.setdefault("evaluations", []).append(float(loop.call(torch.ones(2, 8)).mean()))
     loop.optimizer.train()
+
+
+def _step_directly(loop: Loop) -> None:
+    if loop.step == 1:
+        loop.kept["given"].step()
 
 
 def _nothing(loop: Loop) -> None:
@@ -364,10 +379,12 @@ EDITS: dict[str, Callable[[Loop], None]] = {
     "tie": _tie,
     "parametrize": _parametrize,
     "round": _round,
+    "evaluate in fp32": _evaluate_in_fp32,
     "hook after": _hook_after,
     "hook before": _hook_before,
     "schedule-free": _evaluate_average,
     "SAM": _nothing,
+    "step of the given optimizer": _step_directly,
 }
 
 
@@ -388,6 +405,19 @@ def batch(seed: int, number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor
     return x, torch.randn(ROWS, 1, generator=generator)
 
 
+def whole_batch(seed: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    xs, ys = zip(*(batch(seed, number, rank) for rank in range(RANKS)), strict=True)
+    return torch.cat(xs), torch.cat(ys)
+
+
+def _shard_layers(model: nn.Module, mesh: Any) -> nn.Module:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    styles = {name: ColwiseParallel(output_layouts=Replicate()) for name in ("first", "middle", "frozen")}
+    return parallelize_module(model, mesh, styles)
+
+
 def _outcome(loop: Loop) -> tuple[torch.Tensor, list[float]]:
     whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in loop.model.parameters()]
     return torch.cat([each.detach().float().flatten() for each in whole]), loop.kept.get("evaluations", [])
@@ -396,7 +426,7 @@ def _outcome(loop: Loop) -> tuple[torch.Tensor, list[float]]:
 def train_plainly(edit: str, seed: int, accumulation: int) -> tuple[torch.Tensor, list[float]]:
     """Return the weights and what evaluations found, of the loop in one process, which computes the batches of all ranks."""
     model, optimizer = make(edit, seed)
-    loop = Loop(model, model, optimizer, kept={"is_plain": True})
+    loop = Loop(model, model, optimizer, kept={"is_plain": True, "given": optimizer})
 
     def passes() -> None:
         for part in range(accumulation):
@@ -418,11 +448,21 @@ def train_plainly(edit: str, seed: int, accumulation: int) -> tuple[torch.Tensor
     return _outcome(loop)
 
 
-def train(strategy: str, edit: str, seed: int, accumulation: int) -> tuple[torch.Tensor, list[float]] | str:
-    """Return what `train_plainly` does, of the loop with the engine, or the error with which it was refused."""
-    strategies, is_accelerated = STRATEGIES[strategy]
-    rank = dist.get_rank()
-    with session_of(rank, RANKS):
+def train(
+    strategy: str, edit: str, seed: int, accumulation: int, **more: Any
+) -> tuple[torch.Tensor, list[float]] | str:
+    """Return what `train_plainly` does, of the loop with the engine, or the error with which it was refused.
+
+    Args:
+        strategy: One of `STRATEGIES`.
+        edit: One of `EDITS`.
+        seed: Of the model and the batches.
+        accumulation: The batches of a step.
+        **more: Further strategies.
+    """
+    strategies, is_accelerated = {**STRATEGIES[strategy][0], **more}, STRATEGIES[strategy][1]
+    rank, ranks_per_replica = dist.get_rank(), strategies.get("tensor_parallel", 1)
+    with session_of(rank, RANKS, ranks_per_replica):
         model, optimizer = make(edit, seed)
         backward: Callable[..., None] = torch.Tensor.backward
         try:
@@ -430,12 +470,13 @@ def train(strategy: str, edit: str, seed: int, accumulation: int) -> tuple[torch
                 wrapped, composed = raysgd.accelerate(model, optimizer=optimizer, **strategies)
             else:
                 engine = raysgd.Engine(accumulation_steps=accumulation, **strategies)
-                wrapped, composed, *_ = engine.compose(model=model, optimizer=optimizer)
+                wrapped, composed, *_ = engine.compose(model=model, optimizer=optimizer, tensor_plan=_shard_layers)
                 backward = engine.backward
-            loop = Loop(unwrap(wrapped), wrapped, composed)
+            loop = Loop(unwrap(wrapped), wrapped, composed, kept={"given": optimizer})
             while loop.step < NUM_STEPS:
                 for part in range(accumulation):
-                    x, y = batch(seed, loop.step * accumulation + part, rank)
+                    number = loop.step * accumulation + part
+                    x, y = batch(seed, number, rank) if ranks_per_replica == 1 else whole_batch(seed, number)
                     loss = (wrapped(x) - y).square().mean()
                     backward(loss / accumulation if is_accelerated else loss)
                     if isinstance(optimizer, Sharpness):
@@ -470,3 +511,48 @@ def compare(cases: list[tuple[str, str, int, int]]) -> list[str | float]:
         differences = [abs(one - other) for one, other in zip(evaluations, of_plain, strict=True)]
         found.append(max(float((weights - expected).abs().max()), *differences, 0.0))
     return found
+
+
+#: Edits of all parameters that a rank has, which do not call the model.
+OF_STAGES = (
+    "clamp",
+    "clamp .data",
+    "assign .data",
+    "decay by groups",
+    "restore best",
+    "lookahead",
+    "reset momenta",
+    "hook after",
+    "step of the given optimizer",
+)
+
+
+def compare_pipelined(edit: str, precision: str) -> str | float:
+    """Train a tiny GPT-2 in a pipeline of two ranks and plainly; return how it was refused, or the largest difference."""
+    from support.engine_models import batch as batch_of
+    from support.engine_models import build
+
+    def train_as(*, is_plain: bool) -> nn.Module:
+        model = build("gpt2").train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.8)
+        loop = Loop(model, model, optimizer, kept={"is_plain": is_plain, "given": optimizer})
+        backward: Callable[..., None] = torch.Tensor.backward
+        if not is_plain:
+            engine = raysgd.Engine(pipeline_parallel=RANKS, precision=precision)
+            loop.call, loop.optimizer, *_ = engine.compose(model=model, optimizer=optimizer)
+            backward = engine.backward
+        while loop.step < NUM_STEPS:
+            backward(loop.call(**batch_of("gpt2", loop.step, is_even=True)).loss)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.step += 1
+            EDITS[edit](loop)
+        return model
+
+    with session_of(dist.get_rank(), RANKS, RANKS):
+        try:
+            own = dict(train_as(is_plain=False).named_parameters())
+        except RaySGDError as error:
+            return f"{type(error).__name__}: {error}"
+        expected = dict(train_as(is_plain=True).named_parameters())
+        return max(float((each.float() - expected[name]).abs().max()) for name, each in own.items())
