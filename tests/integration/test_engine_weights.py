@@ -23,10 +23,12 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
         "layer.to(torch.bfloat16)": (SHARDED[1],),
     },
     "tie": {"frozen.weight was replaced by another one": SHARDED},
-    "parametrize": {"middle.weight was replaced by another one": SHARDED},
+    "parametrize": {
+        "middle.weight was replaced by another one": SHARDED,
+        "poisoned by swap_tensors": WITH_TENSORS,  # torch's own
+    },
     "round": {"convert the model before engine.compose": SHARDED, "or convert the model before it": WITH_MASTERS},
-    # Its norm and a scalar are of different kinds there.
-    "SAM": {"Sharpness needs whole parameters": (*SHARDED, *WITH_TENSORS)},
+    "SAM": {"Sharpness needs whole parameters": SHARDED},  # its norm and a scalar are of different kinds there
     "step of the given optimizer": {"Call step() on the optimizer that was returned": tuple(weight_edits.STRATEGIES)},
 }
 
@@ -64,15 +66,4 @@ def test_optimizer_that_makes_steps_itself_needs_complete_clipped_gradients(rank
     assert "optimizer.second_step() makes a step by itself, and clip_grad_norm= clips in optimizer.step()" in clipped
     if "accelerate" not in strategy:
         (unfinished,) = set(ranks.run(weight_edits.train, strategy, "SAM", 3, 2))
-        assert "optimizer.first_step() needs the gradients of a step" in unfinished
-
-
-@pytest.mark.parametrize("edit", weight_edits.OF_STAGES)
-def test_what_the_loop_does_to_a_stage_of_a_pipeline_wins(ranks: RankGroup, edit: str) -> None:
-    refusals = list(REFUSED.get(edit, {}))
-    for precision in ("fp32", "bf16-true"):
-        for outcome in ranks.run(weight_edits.compare_pipelined, edit, precision):
-            if refusals:
-                assert isinstance(outcome, str) and refusals[0] in outcome
-            else:
-                assert outcome < weight_edits.TOLERANCES[precision]
+        assert "step() needs the gradients of a step" in unfinished
