@@ -218,7 +218,7 @@ def describe_order(loader: Any) -> dict[str, int | None]:
         loader: A prepared loader, a DataLoader, or any other iterable, of which nothing is known.
     """
     given = loader.loader if isinstance(loader, PreparedLoader) else loader
-    data = getattr(given, "dataset", None)
+    data: Any = getattr(given, "dataset", None)
     sampler = getattr(loader.given if isinstance(loader, PreparedLoader) else given, "sampler", None)
     return {
         "rows": len(data) if hasattr(data, "__len__") else None,
