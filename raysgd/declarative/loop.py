@@ -34,7 +34,7 @@ from raysgd.torch.batches import count_rows, take_rows
 from raysgd.torch.devices import device, to_device
 from raysgd.torch.evaluation import EvaluationLoader
 from raysgd.torch.loader import PreparedLoader
-from raysgd.torch.rows import FollowedLoader, HandedBatch
+from raysgd.torch.rows import FollowedLoader, HandedBatch, check_order, describe_order
 
 _logger = get_logger()
 
@@ -545,7 +545,10 @@ class TrainingLoop:
         of_ranks = api.gather((own, _as_numbers(self._metrics)))
         newest = of_ranks[0][1]  # times differ by rank, and any number of ranks can load only what is equal on all
         args = self.train_args
+        interval = None if args.lr_scheduler is None else args.lr_scheduler.interval
         more = {
+            "order": describe_order(batches.loader),
+            "lr_scheduler_interval": interval,
             "train_status": asdict(status),
             "batches": {"rows_per_step": args.rows_per_step, "rows_per_batch": args.micro_batch_size},
             "newest_metrics": newest,
@@ -569,6 +572,9 @@ class TrainingLoop:
             raise CheckpointError("the checkpoint was not saved by a declarative training: it has no train_status.")
         status = TrainStatus(**saved["train_status"])
         if continues:
+            self._check_interval(saved["lr_scheduler_interval"])
+            if status.epoch_steps:
+                check_order(saved["order"], self._training_data().loader, status.epoch)
             self._check_batches(status, saved["batches"])
         self.train_status = status
         self._metrics = dict(saved["newest_metrics"])
@@ -584,6 +590,15 @@ class TrainingLoop:
         self._resumed = (state if is_same_batch else None, generators) if is_same_size else (None, None)
         self._epoch_generators = generators
         self._hooks.call("on_load_checkpoint", self, own)
+
+    def _check_interval(self, before: str | None) -> None:
+        """Check that the scheduler counts what it has counted when it was saved."""
+        settings = self.train_args.lr_scheduler
+        if settings is not None and settings.interval != before:
+            raise ConfigError(
+                f"lr_scheduler.interval is {settings.interval!r}, and was {before!r} when the checkpoint was saved: the "
+                f"scheduler has counted {before}s, so it cannot continue by the {settings.interval}. Give {before!r}."
+            )
 
     def _check_batches(self, status: TrainStatus, saved: dict[str, int]) -> None:
         """Check that the position within the epoch means the same rows as when it was saved."""

@@ -21,7 +21,7 @@ from raysgd.session import api
 from raysgd.torch.batches import take_rows
 from raysgd.torch.evaluation import EvaluationLoader
 from raysgd.torch.loader import PreparedLoader, prepare_data_loader
-from raysgd.torch.rows import FollowedLoader, skip_batches
+from raysgd.torch.rows import FollowedLoader, check_order, describe_order, skip_batches
 
 Decay = Literal["linear", "cosine", "constant"]
 
@@ -117,7 +117,7 @@ class PreTrainer:
 
     It reports ``step``, ``epoch``, ``loss`` and ``learning_rate``, after an evaluation ``eval_loss``, and saves checkpoints. A
     resumed run continues after the step that was saved. With as many workers its losses are those of an uninterrupted run. With
-    another number of workers it trains on up to one batch of each again.
+    another number of workers or another ``batch_size`` it trains on up to one batch of each again.
 
     Args:
         engine: Its strategies are applied.
@@ -474,6 +474,13 @@ class _Loop:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
+    @property
+    def _rows_of_batch(self) -> int | None:
+        """Rows of a full batch of all ranks; None: they differ, or the dataset makes whole batches."""
+        batches: Any = self._loader.loader.batch_sampler
+        own: int | None = getattr(batches, "batch_size", None)
+        return getattr(batches, "size", None) or (own and own * api.data_parallel_size())
+
     def _save(self) -> None:
         if self._losses:  # so that a resumed run reports the losses of an uninterrupted one
             self._report()
@@ -482,6 +489,8 @@ class _Loop:
             "epoch": self._epoch,
             "batches": self._num_batches,
             "copies": api.data_parallel_size(),
+            "rows_of_batch": self._rows_of_batch,
+            "order": describe_order(self._loader),
         }
         self._engine.save_checkpoint(progress={**at, "metrics": self._metrics})
         self._saved_step = self._step
@@ -492,6 +501,11 @@ class _Loop:
             return
         at = state["progress"]
         self._step, self._epoch = at["step"], at["epoch"]
-        # The order of the data does not depend on the number of workers: rows that were trained on are skipped.
-        self._num_batches = at["batches"] * at["copies"] // api.data_parallel_size()
+        if at["batches"]:
+            check_order(at["order"], self._loader, self._epoch)
+            # The order of the data does not depend on the number of workers: rows that were trained on are skipped.
+            then, now = at["rows_of_batch"], self._rows_of_batch
+            if then is None or now is None:
+                then, now = at["copies"], api.data_parallel_size()
+            self._num_batches = at["batches"] * then // now
         self._saved_step, self._metrics = self._step, at["metrics"]

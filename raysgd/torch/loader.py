@@ -82,7 +82,7 @@ def prepare_data_loader(
     if isinstance(loader, PreparedLoader):
         if train or not loader.train:
             return loader
-        return prepare_data_loader(loader._given, **loader._settings, train=False)
+        return prepare_data_loader(loader.given, **loader._settings, train=False)
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"prepare_data_loader takes a torch DataLoader, not {with_article(type(loader).__name__)}.")
     if context.current().logical is not None:
@@ -138,7 +138,7 @@ class PreparedLoader:
     ) -> None:
         self.loader = loader
         self.train = train
-        self._given = given
+        self.given = given
         self._settings = settings
         self.first_batch = 0
         self._seeds = seeds

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
+from raysgd.errors import CheckpointError
 from raysgd.session import context
 from raysgd.torch.batches import count_rows, leaves_of, take_rows
 from raysgd.torch.loader import PreparedLoader
@@ -208,3 +209,43 @@ def skip_batches(loader: PreparedLoader, num_batches: int) -> Iterator[Any]:
         return iter(loader)
     finally:
         vars(inner)[name] = sampler
+
+
+def describe_order(loader: Any) -> dict[str, int | None]:
+    """Return what the order of a loader's rows depends on besides the epoch, for a checkpoint within one.
+
+    Args:
+        loader: A prepared loader, a DataLoader, or any other iterable, of which nothing is known.
+    """
+    given = loader.loader if isinstance(loader, PreparedLoader) else loader
+    data: Any = getattr(given, "dataset", None)
+    sampler = getattr(loader.given if isinstance(loader, PreparedLoader) else given, "sampler", None)
+    return {
+        "rows": len(data) if hasattr(data, "__len__") else None,
+        "seed": None if sampler is None or isinstance(sampler, SequentialSampler) else context.current().seed or 0,
+    }
+
+
+def check_order(saved: dict[str, int | None], loader: Any, epoch: int) -> None:
+    """Check that the rows that a checkpoint within an epoch has trained on are the first ones of this loader, too.
+
+    Args:
+        saved: What `describe_order` returned when it was saved.
+        loader: The loader that continues.
+        epoch: For the error.
+
+    Raises:
+        CheckpointError: The data has another number of rows, or another seed shuffles it.
+    """
+    for name, now in describe_order(loader).items():
+        then = saved[name]
+        if then is not None and now is not None and then != now:
+            what = (
+                f"of {then} rows, and the data has {now}"
+                if name == "rows"
+                else f"in the order of seed {then}, not {now}"
+            )
+            raise CheckpointError(
+                f"the checkpoint was saved within epoch {epoch} {what}: which rows are left is not known. Give what the saved "
+                "training got, or resume from a checkpoint at the end of an epoch."
+            )

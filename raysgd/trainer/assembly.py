@@ -21,6 +21,7 @@ from ray._private.services import canonicalize_bootstrap_address  # no public AP
 from ray._private.worker import SCRIPT_MODE, global_worker
 from ray.util import get_current_placement_group
 
+from raysgd._util import numeric_settings
 from raysgd._util.imports import imported
 from raysgd._util.logs import get_logger
 from raysgd._util.redact import plain, redact, secret_values
@@ -293,6 +294,7 @@ def _make_request(
         datasets=resolve_data(run.dataset, spec.scaling),
         on_resize=None if on_resize is None else share(dumps_named(on_resize, "on_resize")),
         retry_on=share(dumps_named(retry_on, "retry_on")) if retry_on else None,
+        numeric_settings=numeric_settings.read_changed((spec.runtime_env or {}).get("env_vars", ())),
     )
     return RunRequest(
         task=task,

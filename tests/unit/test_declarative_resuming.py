@@ -15,7 +15,7 @@ import pytest
 import raysgd
 from raysgd.declarative.entry import find_start, finished, list_checkpoints, merge_checkpoint
 from raysgd.declarative.reading import args_of, merge
-from raysgd.errors import ConfigError
+from raysgd.errors import CheckpointError, ConfigError
 from support import declared
 from support.declared_runs import (
     RISING,
@@ -114,6 +114,27 @@ def test_another_batch_size_within_an_epoch_continues_or_is_refused(tmp_path: Pa
         ConfigError, match=r"after 12 rows of epoch 0, in steps of 4 rows; steps of 5 rows cannot continue"
     ):
         run({**values, "max_train_steps": 4, "micro_batch_size": 5, "grad_accumulation_steps": 1}, tmp_path)
+
+
+@pytest.mark.parametrize(("before", "now"), [("step", "epoch"), ("epoch", "step")])
+def test_scheduler_that_has_counted_by_another_interval_is_refused(before: str, now: str, tmp_path: Path) -> None:
+    def values(interval: str, steps: int) -> dict[str, Any]:
+        scheduler = {"type": "torch.optim.lr_scheduler.StepLR", "interval": interval, "args": {"step_size": 2}}
+        return training(lr_scheduler=scheduler, max_train_steps=steps)
+
+    run(values(before, 2), tmp_path)
+    with pytest.raises(ConfigError, match=f"lr_scheduler.interval is '{now}', and was '{before}'"):
+        run(values(now, 4), tmp_path)
+    assert run(values(before, 4), tmp_path)[0]["finished_train_steps"] == 4
+
+
+def test_data_of_another_size_is_refused_within_an_epoch(tmp_path: Path) -> None:
+    run(training(max_train_steps=2), tmp_path)
+    with pytest.raises(CheckpointError, match="within epoch 0 of 21 rows, and the data has 25"):
+        run(training(max_train_steps=4, dataset__train_args__size=25), tmp_path)
+    run(training(max_train_steps=STEPS), tmp_path)
+    metrics, _ = run(training(max_train_steps=STEPS + 1, dataset__train_args__size=25), tmp_path)
+    assert metrics["finished_train_steps"] == STEPS + 1
 
 
 def test_what_hooks_save_comes_back(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 import raysgd
 from raysgd.engine import Finetuner, PreTrainer, TemplateSettings
 from raysgd.engine.templates import learning_rate_factor, make_default_optimizer
-from raysgd.errors import ConfigError, UnknownArgumentError, UsageError
+from raysgd.errors import CheckpointError, ConfigError, UnknownArgumentError, UsageError
 from raysgd.torch.batches import take_rows
 from raysgd.torch.evaluation import EvaluationLoader, interleave
-from raysgd.torch.rows import RowPlaces
+from raysgd.torch.rows import RowPlaces, check_order
 from raysgd.torch.samplers import EvaluationItems, Shard
 from support.engine_steps import session_of
 
@@ -118,6 +118,51 @@ def test_training_resumes_after_the_step_that_was_saved(first_steps: int, tmp_pa
         assert third.train() == resumed and third.losses == [], "there was nothing left to train"
     assert first.losses + second.losses == whole.losses
     assert resumed["eval_loss"] == metrics["eval_loss"]
+
+
+class RowTemplate(Template):
+    """Keeps the rows that it trains on."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        if model.training:
+            vars(self).setdefault("rows", []).extend(batch[1].flatten().tolist())
+        return super().run_forward_step(batch, model)
+
+
+@pytest.mark.parametrize(("first", "then"), [(4, 2), (2, 4), (4, 1)])
+def test_another_batch_size_within_an_epoch_trains_each_row_once(first: int, then: int, tmp_path: Path) -> None:
+    with raysgd.local(dir=tmp_path):
+        one = RowTemplate(engine=raysgd.Engine(), batch_size=first, steps=2)
+        one.train()
+    with raysgd.local(dir=tmp_path):
+        other = RowTemplate(engine=raysgd.Engine(), batch_size=then, epochs=1)
+        other.train()
+    assert sorted(one.rows + other.rows) == sorted(Y[:20].flatten().tolist())
+
+
+def test_data_of_another_size_is_refused_within_an_epoch_only(tmp_path: Path) -> None:
+    class Larger(Template):
+        data = (TensorDataset(X[:24], Y[:24]), None, None)
+
+    with raysgd.local(dir=tmp_path):
+        Template(engine=raysgd.Engine(), batch_size=4, steps=2).train()
+    match = "within epoch 0 of 20 rows, and the data has 24: which rows are left is not known"
+    with raysgd.local(dir=tmp_path), pytest.raises(CheckpointError, match=match):
+        Larger(engine=raysgd.Engine(), batch_size=4, epochs=2).train()
+    with raysgd.local(dir=tmp_path):
+        Template(engine=raysgd.Engine(), batch_size=4, epochs=1).train()
+    with raysgd.local(dir=tmp_path):
+        larger = Larger(engine=raysgd.Engine(), batch_size=4, epochs=2)
+        assert larger.train()["step"] == 5 + 6
+
+
+def test_another_seed_is_refused_within_an_epoch_of_shuffled_rows() -> None:
+    data = TensorDataset(X[:20], Y[:20])
+    saved = {"rows": 20, "seed": 7}
+    with pytest.raises(CheckpointError, match="within epoch 1 in the order of seed 7, not 0"):
+        check_order(saved, DataLoader(data, shuffle=True), 1)
+    check_order(saved, DataLoader(data), 1)
+    check_order({**saved, "seed": 0}, DataLoader(data, shuffle=True), 1)
 
 
 def test_stream_of_rows_resumes_too(tmp_path: Path) -> None:

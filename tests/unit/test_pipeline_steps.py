@@ -522,3 +522,39 @@ def test_batches_and_optimizers_that_cannot_work_are_refused(mlp: Any) -> None:
         steps_for(mlp, accumulate_grad_batches=0)
     with pytest.raises(ConfigError, match="The plan is for a mesh of"):
         Steps(mesh_of(2), plan_sharding(mlp, {"data": 8, "model": 1}))
+
+
+# ------------------------------------------------------------------------------------------- settings in the state
+
+
+def test_hyperparameters_that_the_program_gives_differently_count(mlp: Any) -> None:
+    def steps_with(rate: float, decay: float) -> Steps:
+        optimizer = optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.inject_hyperparams(optax.adamw)(learning_rate=rate, weight_decay=decay),
+        )
+        return steps_for(mlp, loss_fn=mean_loss, optimizer=optimizer)
+
+    def settings_of(state: Any) -> tuple[float, float]:
+        values = state.opt_state[1].hyperparams
+        return float(values["learning_rate"]), float(values["weight_decay"])
+
+    first = steps_with(0.1, 0.01)
+    state, _ = first.train(first.make_state(mlp, 0), first.place_batch(ROWS))
+    state.opt_state[1].hyperparams["weight_decay"] = (
+        state.opt_state[1].hyperparams["weight_decay"] * 2
+    )  # as a loop does
+    saved, given = state.state_dict(), first.given_hyperparameters()
+    moments = np.asarray(jax.tree.leaves(state.opt_state[1].inner_state)[1])
+
+    assert settings_of(steps_with(0.1, 0.01).restore_state(saved, given)) == pytest.approx((0.1, 0.02))
+    resumed = steps_with(0.001, 0.01)
+    restored = resumed.restore_state(saved, given)
+    assert settings_of(restored) == pytest.approx((0.001, 0.02))
+    np.testing.assert_array_equal(jax.tree.leaves(restored.opt_state[1].inner_state)[1], moments)
+    restored, _ = resumed.train(restored, resumed.place_batch(ROWS))
+    assert settings_of(restored) == pytest.approx((0.001, 0.02))
+
+
+def test_optimizer_without_injected_settings_has_no_hyperparameters(mlp: Any) -> None:
+    assert steps_for(mlp, loss_fn=mean_loss, optimizer=optax.adamw(0.1)).given_hyperparameters() == {}

@@ -85,3 +85,17 @@ def test_arrays_are_loaded_as_numpy(tmp_path: Path) -> None:
     assert back["jax"]["w"].dtype == jnp.bfloat16 and np.all(back["jax"]["w"] == 0.5)
     assert back["jax"]["steps"][0].tolist() == [0, 1, 2]
     assert [array.tolist() for array in back["tf"]] == [[1, 2], [[7]]]
+
+
+def test_checkpoint_has_arrays_as_they_were_before_they_were_donated(tmp_path: Path) -> None:
+    double = jax.jit(lambda array: array * 2, donate_argnums=0)
+    with raysgd.local(dir=tmp_path):
+        weights, loss = jnp.arange(100_000.0), jnp.float32(4)
+        raysgd.save_checkpoint({"weights": weights, "loss": loss}, metrics={"loss": loss})
+        for _ in range(3):
+            weights, loss = double(weights), double(loss)
+        (saved,) = raysgd.list_checkpoints()
+        assert saved.metrics["loss"] == 4.0
+        state = saved.load()
+    np.testing.assert_array_equal(state["weights"], np.arange(100_000.0))
+    assert state["loss"] == 4.0

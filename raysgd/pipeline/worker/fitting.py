@@ -162,7 +162,10 @@ class Fitting:
         if "step" not in state:
             self._state = steps.make_state(from_nested_dict(state["params"], self._parts["like"]), settings.jax_seed)
         else:
-            self._state = steps.restore_state({"rng": np.asarray(jax.random.PRNGKey(settings.jax_seed)), **state})
+            given = None if progress is None else progress["hyperparameters"]
+            self._state = steps.restore_state(
+                {"rng": np.asarray(jax.random.PRNGKey(settings.jax_seed)), **state}, given
+            )
             if "opt_state" not in state and self._is_first:
                 get_logger().warning(
                     "the checkpoint was saved with save_opt_states=False: the optimizer starts with a new state at step %d, and "
@@ -291,7 +294,11 @@ class Fitting:
             del state["opt_state"]
         if (name := self._settings.save_float_dtype) is not None:
             state["params"] = jax.tree.map(lambda array: cast(array, jnp.dtype(name)), state["params"])
-        progress: dict[str, Any] = {"sums": self._sums, "history": self._history}
+        progress: dict[str, Any] = {
+            "sums": self._sums,
+            "history": self._history,
+            "hyperparameters": self._steps.given_hyperparameters(),
+        }
         if self._by_epoch is not None:
             progress["train_position"] = self._by_epoch.position.to_json()
         api.save_checkpoint({"train_state": state, "progress": progress}, metrics=metrics, all_ranks=True)

@@ -31,9 +31,11 @@ from raysgd.pipeline.worker.random_rows import key_of_rows
 from raysgd.pipeline.worker.train_state import (
     StepState,
     TrainState,
+    hyperparameters_of,
     key_like,
     params_like,
     restore_arrays,
+    set_hyperparameters,
     set_schedule_step,
     state_like,
     zero_shardings,
@@ -179,10 +181,26 @@ class Steps:
         step = _placed(np.zeros((), np.int32), self._replicated)
         return TrainState(step, placed, self._init(placed, step), self._placed_key(rng), self._apply_fn)
 
-    def restore_state(self, saved: Mapping[str, Any]) -> TrainState:
+    def given_hyperparameters(self) -> dict[str, Any]:
+        """Return the settings that the program has given to `optax.inject_hyperparams`, by their place in the state."""
+        optimizer, shapes = self._optimizer, self.state_like.params
+        if optimizer is None or not hyperparameters_of(self.state_like.opt_state):
+            return {}
+
+        def make() -> dict[str, Any]:
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+            return hyperparameters_of(optimizer.init(zeros))
+
+        return {name: np.asarray(value) for name, value in jax.jit(make)().items()}
+
+    def restore_state(self, saved: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> TrainState:
         """Make the state that `TrainState.state_dict` was saved from, on this mesh. Floating-point numbers are converted.
 
         Without ``opt_state`` the optimizer starts with a new state; its schedules continue at the saved step.
+
+        Args:
+            saved: What `TrainState.state_dict` returned.
+            given: The `given_hyperparameters` of the program that saved it. Those that this program gives differently count.
         """
         like = self.state_like
         wanted = {"step": like.step, "params": like.params, "rng": like.rng}
@@ -192,6 +210,16 @@ class Steps:
         opt_state = found.get("opt_state")
         if "opt_state" not in wanted:
             opt_state = self._init(found["params"], found["step"])
+        elif given is not None:
+            changed = {
+                name: value
+                for name, value in self.given_hyperparameters().items()
+                if not np.array_equal(value, given.get(name, value))
+            }
+            own = hyperparameters_of(like.opt_state)
+            opt_state = set_hyperparameters(
+                opt_state, {name: _placed(value, own[name].sharding) for name, value in changed.items()}
+            )
         return TrainState(found["step"], found["params"], opt_state, found["rng"], self._apply_fn)
 
     def restore_params(self, saved: Any) -> Any:

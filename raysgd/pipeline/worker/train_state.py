@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,6 +190,35 @@ def set_schedule_step(opt_state: Any, step: Any) -> Any:
         return node._replace(count=jax.numpy.asarray(step, node.count.dtype)) if is_schedule(node) else node
 
     return jax.tree.map(change, opt_state, is_leaf=is_schedule)
+
+
+def hyperparameters_of(opt_state: Any) -> dict[str, Any]:
+    """Return the settings of `optax.inject_hyperparams` in the state of an optimizer, by their place."""
+    found = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=_is_injected)[0]
+    return {
+        f"{jax.tree_util.keystr(path)}.{name}": value
+        for path, node in found
+        if _is_injected(node)
+        for name, value in node.hyperparams.items()
+    }
+
+
+def set_hyperparameters(opt_state: Any, values: Mapping[str, Any]) -> Any:
+    """Return the state with other settings of `optax.inject_hyperparams`, named as by `hyperparameters_of`."""
+
+    def change(path: Any, node: Any) -> Any:
+        if not _is_injected(node):
+            return node
+        place = jax.tree_util.keystr(path)
+        return node._replace(
+            hyperparams={name: values.get(f"{place}.{name}", value) for name, value in node.hyperparams.items()}
+        )
+
+    return jax.tree_util.tree_map_with_path(change, opt_state, is_leaf=_is_injected)
+
+
+def _is_injected(node: Any) -> bool:
+    return isinstance(node, (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState))
 
 
 def _can_cast(one: Any, other: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import os
@@ -11,29 +10,13 @@ import site
 import sys
 import sysconfig
 import time
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from raysgd._util import numeric_settings
 from raysgd._util.imports import imported
 from raysgd.session.rank_state import GeneratorStates, capture_generators, restore_generators
 
-#: Flags of ``torch.backends``, in the order to write them: later ones set some of the earlier ones, or raise for a mixture.
-_FLAGS = (
-    ("cudnn", "deterministic"),
-    ("cudnn", "benchmark"),
-    ("cuda.matmul", "allow_tf32"),
-    ("cudnn", "allow_tf32"),
-    ("", "fp32_precision"),
-    ("cudnn", "fp32_precision"),
-    ("mkldnn", "fp32_precision"),
-    ("cuda.matmul", "fp32_precision"),
-    ("cudnn.conv", "fp32_precision"),
-    ("cudnn.rnn", "fp32_precision"),
-    ("mkldnn.matmul", "fp32_precision"),
-    ("mkldnn.conv", "fp32_precision"),
-    ("mkldnn.rnn", "fp32_precision"),
-)
 #: So many modules imported since the last time make collections slow.
 MANY_MODULES = 100
 #: Modification time of a source, in nanoseconds, and its size.
@@ -41,13 +24,14 @@ _Stamp = tuple[int, int]
 
 
 class Baseline:
-    """The state of a fresh worker: environment, working directory, generators, defaults of the framework."""
+    """The state of a fresh worker: environment, working directory, generators, settings of the framework."""
 
     def __init__(self) -> None:
         self._environ = dict(os.environ)
         self._cwd = os.getcwd()
         self._path = list(sys.path)
         self._generators: GeneratorStates | None = None
+        self._settings: numeric_settings.Settings = {}
         self._torch: dict[str, Any] = {}
         self._num_frozen = 0  # modules
 
@@ -56,15 +40,12 @@ class Baseline:
         self._freeze()
         self._environ = dict(os.environ)
         self._generators = capture_generators()
+        self._settings = numeric_settings.read()
         if torch := imported("torch"):
             self._torch = {
-                "dtype": torch.get_default_dtype(),
                 "threads": torch.get_num_threads(),
-                "deterministic": torch.are_deterministic_algorithms_enabled(),
                 "grad": torch.is_grad_enabled(),
                 "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-                "matmul": torch.get_float32_matmul_precision(),
-                "flags": _read_flags(torch.backends),
             }
 
     def restore(self, *, may_freeze: bool = True) -> None:
@@ -84,6 +65,9 @@ class Baseline:
             random.seed()
             if numpy := imported("numpy"):
                 numpy.random.seed()
+        # Of frameworks that a run has imported itself, there is no earlier value.
+        later = numeric_settings.fresh(numeric_settings.read().keys() - self._settings.keys())
+        numeric_settings.write(self._settings | later)
         self._restore_torch()
         gc.collect()
         if may_freeze and self._has_many_imports():
@@ -111,26 +95,11 @@ class Baseline:
         torch = imported("torch")
         if torch is None or not self._torch:
             return
-        torch.set_default_dtype(self._torch["dtype"])
         torch.set_num_threads(self._torch["threads"])
-        if torch.are_deterministic_algorithms_enabled() != self._torch["deterministic"]:
-            torch.use_deterministic_algorithms(self._torch["deterministic"])  # imports the compiler: 1.5 s at first
         torch.set_grad_enabled(self._torch["grad"])
         torch.autograd.set_detect_anomaly(*self._torch["anomaly"])
-        torch.set_float32_matmul_precision(self._torch["matmul"])
-        for (owner, name), value in self._torch["flags"].items():
-            setattr(attrgetter(owner)(torch.backends) if owner else torch.backends, name, value)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-
-
-def _read_flags(backends: Any) -> dict[tuple[str, str], Any]:
-    """Return the flags that this version of torch has."""
-    found = {}
-    for owner, name in _FLAGS:
-        with contextlib.suppress(AttributeError):
-            found[owner, name] = attrgetter(f"{owner}.{name}" if owner else name)(backends)
-    return found
 
 
 #: Modules that TensorFlow makes from functions, in files that it deletes.
