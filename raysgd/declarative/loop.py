@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -25,6 +25,7 @@ from raysgd.declarative.components import (
     seed_rows,
 )
 from raysgd.declarative.hooks import AggregatedOutputs, Hooks, TrainHook
+from raysgd.declarative.resuming import TrainStatus, check_interval, find_epoch_steps
 from raysgd.declarative.values import Importer, naming
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.engine import Engine
@@ -37,23 +38,6 @@ from raysgd.torch.loader import PreparedLoader
 from raysgd.torch.rows import FollowedLoader, HandedBatch, check_order, describe_order
 
 _logger = get_logger()
-
-
-@dataclass
-class TrainStatus:
-    """The progress of a training.
-
-    Attributes:
-        epoch: The epoch that is trained, from 0.
-        epoch_steps: Optimizer steps of that epoch that are done.
-        finished_train_steps: Optimizer steps that are done.
-        best_loss: The lowest validation loss of a checkpoint, or training loss if there is no validation.
-    """
-
-    epoch: int = 0
-    epoch_steps: int = 0
-    finished_train_steps: int = 0
-    best_loss: float = float("inf")
 
 
 class TrainingLoop:
@@ -572,10 +556,10 @@ class TrainingLoop:
             raise CheckpointError("the checkpoint was not saved by a declarative training: it has no train_status.")
         status = TrainStatus(**saved["train_status"])
         if continues:
-            self._check_interval(saved["lr_scheduler_interval"])
+            check_interval(self.train_args, saved["lr_scheduler_interval"])
             if status.epoch_steps:
                 check_order(saved["order"], self._training_data().loader, status.epoch)
-            self._check_batches(status, saved["batches"])
+            status.epoch_steps = find_epoch_steps(self.train_args, status, saved["batches"])
         self.train_status = status
         self._metrics = dict(saved["newest_metrics"])
         self._saved_step = status.finished_train_steps
@@ -590,28 +574,6 @@ class TrainingLoop:
         self._resumed = (state if is_same_batch else None, generators) if is_same_size else (None, None)
         self._epoch_generators = generators
         self._hooks.call("on_load_checkpoint", self, own)
-
-    def _check_interval(self, before: str | None) -> None:
-        """Check that the scheduler counts what it has counted when it was saved."""
-        settings = self.train_args.lr_scheduler
-        if settings is not None and settings.interval != before:
-            raise ConfigError(
-                f"lr_scheduler.interval is {settings.interval!r}, and was {before!r} when the checkpoint was saved: the "
-                f"scheduler has counted {before}s, so it cannot continue by the {settings.interval}. Give {before!r}."
-            )
-
-    def _check_batches(self, status: TrainStatus, saved: dict[str, int]) -> None:
-        """Check that the position within the epoch means the same rows as when it was saved."""
-        now, before = self.train_args.rows_per_step, saved["rows_per_step"]
-        if not status.epoch_steps or now == before:
-            return
-        rows = status.epoch_steps * before
-        if rows % now:
-            raise ConfigError(
-                f"the checkpoint was saved after {rows} rows of epoch {status.epoch}, in steps of {before} rows; steps of {now} "
-                f"rows cannot continue there: give global_batch_size {before}, or one that divides {rows}."
-            )
-        status.epoch_steps = rows // now
 
     def _log(self, metrics: dict[str, Any], tag: str) -> None:
         for logger in self.loggers:

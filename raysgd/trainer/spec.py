@@ -22,7 +22,6 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.argument_names import TRAINER_HINTS, check_known
-from raysgd.controller.checkpoints.pending import find_rounds
 from raysgd.controller.journal.journal import read_description, stored_frames, suggest_run
 from raysgd.controller.requests import TrainerSpec
 from raysgd.controller.rounds import check_reduce
@@ -171,6 +170,8 @@ def restore_run(run_dir: str | os.PathLike[str], changes: Mapping[str, Any]) -> 
     newest = store.newest()
     manifest = newest.manifest
     if manifest is not None and manifest.awaits_round:  # the run may have ended before it wrote which round that is
+        from raysgd.controller.checkpoints.pending import find_rounds  # not for a cold start
+
         (manifest,) = find_rounds([manifest], stored_frames(folder), check_reduce(description.get("reduce")))
     checkpoint = None if manifest is None else Checkpoint.of_manifest(store.path(manifest.number), manifest)
     skipped = [f"checkpoint {each.number} is damaged and was skipped: {each.error}" for each in newest.skipped]

@@ -17,7 +17,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd.config import ScalingConfig
 from raysgd.errors import InfeasibleError
-from raysgd.workers.placement.calls import call_cluster
 from raysgd.workers.placement.capacity import NOTHING, Node, describe_nodes, explain_infeasible
 
 #: The Ray namespace of raysgd's actors and of its entries in the cluster's key-value store.
@@ -100,6 +99,8 @@ async def wait_until_feasible(
     Raises:
         InfeasibleError: The cluster cannot hold the workers, and the time is over.
     """
+    from raysgd.workers.placement.calls import call_cluster  # not for a cold start of the driver
+
     deadline, last_line = time.monotonic() + timeout_s, ""
     while (why := await call_cluster(_why_infeasible, scaling, num_spares)) is not None:
         if (left_s := deadline - time.monotonic()) <= 0:
