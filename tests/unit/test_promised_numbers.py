@@ -17,6 +17,7 @@ from raysgd.backends.tensorflow import TensorflowConfig
 from raysgd.backends.torch import TorchConfig
 from raysgd.checkpoint.storage import storage
 from raysgd.config import FailureConfig
+from raysgd.controller import gcs_watch
 from raysgd.controller.checkpoints import memory
 from raysgd.controller.machine import lifecycle
 from raysgd.controller.policies import failure, hang, mismatch, scaling
@@ -24,6 +25,7 @@ from raysgd.controller.processes import hosting
 from raysgd.controller.run import run_files, watch
 from raysgd.session import saving
 from raysgd.workers.group import group, joining
+from raysgd.workers.placement import avoided_nodes
 from support.project import ROOT
 
 #: By the first cell of a row of the table of timeouts: the second cell, what must agree with it, and the number.
@@ -33,6 +35,8 @@ TIMEOUTS: dict[str, tuple[str, Callable[[], Any], Any]] = {
     "report of a wait": ("2", lambda: group.WAIT_REPORT_S, 2),
     "`abort_grace_s`": ("2", lambda: FailureConfig().abort_grace_s, 2),
     "fetching from memory": ("3, and 1 for each 50 MB", lambda: (memory.REACH_S, memory.REACH_BYTES_PER_S), (3, 50e6)),
+    "probation of a lost node": ("5", lambda: avoided_nodes.PROBATION_S, 5),
+    "report of an outage": ("10", lambda: gcs_watch.AWAY_S, 10),
     "explanation": ("5", lambda: lifecycle.EXPLAIN_S, 5),
     "`heartbeat_timeout_s`": ("10", lambda: FailureConfig().heartbeat_timeout_s, 10),
     "`init_timeout_s` (torch)": ("10", lambda: TorchConfig().init_timeout_s, 10),
