@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Set
 from dataclasses import replace
 from typing import NamedTuple, final
 
@@ -113,8 +114,9 @@ class CheckpointStore:
         """
         directory = self.directory(manifest.number)
         directory.write_bytes(MANIFEST_NAME, manifest.to_json())
+        listed = {entry.name.partition("/")[0] for entries in manifest.parts.values() for entry in entries}
         with contextlib.suppress(CheckpointError):  # files that stay do no harm
-            _remove_unlisted(directory, manifest)
+            _remove_unlisted(directory, f"{_PART}|{_TEMPORARY}", listed)
         return directory.uri
 
     def write_round(self, manifest: Manifest) -> None:
@@ -125,8 +127,10 @@ class CheckpointStore:
         """
         if not self.storage.exists(_manifest_of(manifest.number)):
             raise CheckpointNotFoundError(f"checkpoint {manifest.number} was deleted")
-        alone = replace(manifest, parts={}, rank_states={})
-        self.directory(manifest.number).write_bytes(ROUND_NAME, alone.to_json())
+        directory, alone = self.directory(manifest.number), replace(manifest, parts={}, rank_states={})
+        directory.write_bytes(ROUND_NAME, alone.to_json())
+        with contextlib.suppress(CheckpointError):
+            _remove_unlisted(directory, _TEMPORARY)  # of a process that died when it wrote the same
 
     def numbers(self) -> list[int]:
         """Return the numbers that have a folder, committed or not, in order."""
@@ -203,10 +207,9 @@ class CheckpointStore:
         return manifests[::-1]
 
 
-def _remove_unlisted(directory: Storage, manifest: Manifest) -> None:
-    listed = {entry.name.partition("/")[0] for entries in manifest.parts.values() for entry in entries}
+def _remove_unlisted(directory: Storage, pattern: str, listed: Set[str] = frozenset()) -> None:
     for name in directory.list_names():
-        if name in listed or not re.fullmatch(f"{_PART}|{_TEMPORARY}", name):
+        if name in listed or not re.fullmatch(pattern, name):
             continue
         if directory.is_folder(name):
             directory.delete_tree(name, ".*")

@@ -99,6 +99,14 @@ def test_checkpoint_is_whole_without_its_round(store: CheckpointStore, damage: s
     assert store.list() == [whole] and store.newest().manifest == whole
 
 
+def test_round_that_was_half_written_leaves_no_file(local: CheckpointStore) -> None:
+    known = commit(local, 1, metrics={}, awaits_round=True).with_round({}, 0.0)
+    before = os.listdir(local.path(1))
+    (Path(local.path(1)) / ".tmp-123-abc").write_bytes(b"{")
+    local.write_round(known)
+    assert sorted(os.listdir(local.path(1))) == sorted([*before, "round.json"])
+
+
 def test_round_is_not_written_for_a_deleted_checkpoint(store: CheckpointStore) -> None:
     known = commit(store, 1, metrics={}, awaits_round=True).with_round({}, 0.0)
     store.delete(1)
