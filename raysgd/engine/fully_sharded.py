@@ -110,7 +110,8 @@ class FullySharded(DataParallel):
     def begin_pass(self, accumulation: Accumulation) -> None:
         super().begin_pass(accumulation)
         for group in self._groups:
-            if group._orig_dtype is None:  # all of it was frozen in the first pass, and may be trained now
+            # All of it was frozen in the first pass, and may be trained now; in a pipeline, a pass begins before FSDP has set it.
+            if getattr(group, "_orig_dtype", group) is None:
                 group._init_mp_dtypes()
         if self._use is not None:
             self._use.begin_pass(is_first=accumulation.is_first_pass)

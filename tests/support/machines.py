@@ -165,7 +165,7 @@ class Machines:
         }
         variables = [f"{name}={value}" for name, value in environment.items()]
         namespaces = ["--mount", "--uts", "--ipc", "--net", "--pid"]
-        return ["nsenter", f"--target={self._inits[machine]}", *namespaces, "--wd=/tmp/home", "env", "-i", *variables]
+        return ["nsenter", f"--target={self._inits[machine]}", *namespaces, "env", "-i", "-C", "/tmp/home", *variables]
 
     def _connect(self, machine: int) -> None:
         name, cable = self._name(machine), f"v{machine}"
