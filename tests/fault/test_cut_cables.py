@@ -83,11 +83,12 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 
 @pytest.fixture
-def drive(machines: Machines, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Drive]:
+def drive(machines: Machines) -> Callable[..., Drive]:
     """Return a function that starts the driver of a run on a machine."""
 
     def start(machine: int = 0, **settings: Any) -> Drive:
-        shared = tmp_path_factory.mktemp("shared")
+        shared = machines.folder / "shared"
+        shared.mkdir()
         command = [sys.executable, "-m", "support.cut_job", str(shared / "runs"), json.dumps(settings)]
         process = machines.start(machine, *command, output=shared / "output")
         return Drive(process, shared / "output", shared / "runs")

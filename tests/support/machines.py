@@ -59,10 +59,13 @@ class Machines:
         folder: A folder for the machines' private files, which is not below /tmp on the machines.
         count: The number of machines.
         num_cpus: The CPUs of each.
+
+    Attributes:
+        folder: As above; all machines see it.
     """
 
     def __init__(self, folder: Path, count: int, num_cpus: int = 2) -> None:
-        self._folder = folder
+        self.folder = folder
         self._count = count
         self._num_cpus = num_cpus
         self._prefix = f"rs{os.getpid()}"
@@ -93,13 +96,13 @@ class Machines:
 
     def boot(self, machine: int) -> None:
         """Start a machine, with an empty ``/tmp``."""
-        private = self._folder / f"machine-{machine}"
+        private = self.folder / f"machine-{machine}"
         shutil.rmtree(private, ignore_errors=True)
         (private / "home").mkdir(parents=True)
         private.chmod(0o1777)
         names = [f"{self._address(each)} machine-{each}" for each in range(self._count)]
         (private / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
-        kept = [str(path) for path in (ROOT, self._folder, Path(sys.prefix)) if path.is_relative_to("/tmp")]
+        kept = [str(path) for path in (ROOT, self.folder, Path(sys.prefix)) if path.is_relative_to("/tmp")]
         namespaces = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc"]
         init = ["bash", "-c", _INIT, "init", f"machine-{machine}", str(private), *kept]
         command = ["ip", "netns", "exec", self._name(machine), *namespaces, *init]
