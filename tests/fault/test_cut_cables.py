@@ -62,7 +62,7 @@ class Drive:
     def wait_over(self, timeout_s: float = 120) -> raysgd.RunResult:
         """Wait for the driver's end; return the run, whose history holds."""
         assert self.process.wait(timeout_s) == 0, self.text[-5000:]
-        assert selfX
+        assert "over" in self.text.splitlines(), self.text[-5000:]  # Ray may forward output of workers after it
         check_history(str(self.run_dir), within_s=60)
         return raysgd.load_run(self.run_dir)
 
