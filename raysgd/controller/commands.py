@@ -276,9 +276,10 @@ class RequestStop(Command):
 
 @dataclass(frozen=True)
 class AgreeOnSavePoint(Command):
-    """Make all ranks wait after the same save, where each sends `raysgd.session.events.AtSavePoint`."""
+    """Make all ranks wait after the same save, where each sends `raysgd.session.events.AtSavePoint` with this ``point``."""
 
     attempt: int
+    point: int
 
 
 @dataclass(frozen=True)

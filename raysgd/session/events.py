@@ -128,9 +128,13 @@ class StartUnusable:
 
 @dataclass(frozen=True)
 class AtSavePoint:
-    """The rank waits after save ``call``, which all ranks leave after; see `raysgd.session.gates`."""
+    """The rank waits after save ``call``, from 0, which all ranks leave after; see `raysgd.session.gates`.
+
+    ``point`` is the number of the request, from 1: save points are cancelled and requested again.
+    """
 
     call: int
+    point: int
 
 
 @dataclass(frozen=True)

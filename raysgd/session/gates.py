@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from raysgd.session.events import AtSavePoint
+
 _TICK_S = 1.0
 
 
@@ -18,7 +20,7 @@ class SaveGate:
     """The gate at one rank's ``save_checkpoint``. The training thread passes; other threads hold and release it.
 
     Attributes:
-        last_save: Number of the save to leave after, from 0; None if there is none. Read without the lock.
+        limit: The save to leave after; None if there is none. Read without the lock.
     """
 
     def __init__(self) -> None:
@@ -26,7 +28,7 @@ class SaveGate:
         self._is_held = False
         self._is_open = False
         self._num_begun = 0
-        self.last_save: int | None = None
+        self.limit: AtSavePoint | None = None
 
     def hold(self) -> int:
         """Make the next save wait; returns how many saves this rank has begun."""
@@ -34,10 +36,10 @@ class SaveGate:
             self._is_held = not self._is_open
             return self._num_begun
 
-    def release(self, last_save: int | None) -> None:
-        """Allow saves up to number ``last_save``, after which the rank waits. None: there is no such save any more."""
+    def release(self, limit: AtSavePoint | None) -> None:
+        """Allow saves up to this one, after which the rank waits. None: there is no such save any more."""
         with self._changed:
-            self.last_save = None if self._is_open else last_save
+            self.limit = None if self._is_open else limit
             self._is_held = False
             self._changed.notify_all()
 
@@ -46,7 +48,7 @@ class SaveGate:
         with self._changed:
             self._is_open = True
             self._is_held = False
-            self.last_save = None
+            self.limit = None
             self._changed.notify_all()
 
     def begin(self) -> None:
@@ -56,17 +58,17 @@ class SaveGate:
             self._num_begun += 1
 
     def wait(self, on_tick: Callable[[], None]) -> None:
-        """Wait after the last save until the attempt ends, or until ranks no longer leave after it.
+        """Wait after the last save until the attempt ends, or until ranks no longer leave after it, but after a later one.
 
         Args:
             on_tick: Called every second, so that waiting does not look like a hang.
         """
         with self._changed:
-            while not self._changed.wait_for(lambda: self.last_save is None, _TICK_S):
+            while not self._changed.wait_for(lambda: not self._is_beyond(), _TICK_S):
                 on_tick()
 
     def _is_beyond(self) -> bool:
-        return self.last_save is not None and self._num_begun > self.last_save
+        return self.limit is not None and self._num_begun > self.limit.call
 
 
 class StopGate:

@@ -151,7 +151,7 @@ class WorkerSession(Session):
         self._last_metrics = copied
         for hook in self._on_report:
             hook(copied)
-        if self._save_gate.last_save is not None:
+        if self._save_gate.limit is not None:
             self._leave_after_last_save()
 
     def save_checkpoint(
@@ -271,9 +271,9 @@ class WorkerSession(Session):
         """Return how many saves this rank has begun; it waits at the next one."""
         return self._save_gate.hold()
 
-    def leave_after(self, last_save: int | None) -> None:
+    def leave_after(self, limit: AtSavePoint | None) -> None:
         """Apply the save that all ranks agreed to leave after; see `SaveGate`."""
-        self._save_gate.release(last_save)
+        self._save_gate.release(limit)
 
     def end(self, why: str) -> None:
         """End the attempt: every later call raises `AttemptEnded`."""
@@ -317,12 +317,12 @@ class WorkerSession(Session):
 
         A loop that saves and does not report has no such report.
         """
-        last_save = self._save_gate.last_save
-        if last_save is None or self._num_saves <= last_save:
+        limit = self._save_gate.limit
+        if limit is None or self._num_saves <= limit.call:
             return
         if self._unscored is not None and (self._num_reports > 0 or self._num_saves == 1):
             return
-        self._event_queue.put(AtSavePoint(last_save), urgent=True)
+        self._event_queue.put(limit, urgent=True)
         with self.progress.waiting:
             self._save_gate.wait(lambda: self.progress.mark("save_checkpoint"))
         self._check_live()

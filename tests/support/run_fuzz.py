@@ -438,7 +438,7 @@ class RunFuzz(RuleBasedStateMachine):
         is_wanted = self.is_elastic or self.attempts[-1].preempted or self.should_pause
         assert command.attempt == self.run.attempt and is_wanted
         for rank in self._inside():
-            rank.last_save = max(other.num_calls for other in self._inside())
+            rank.last_save, rank.point = max(other.num_calls for other in self._inside()), command.point
 
     def _check_RequestStop(self, command: c.RequestStop) -> None:  # noqa: N802
         assert command.ends_reports or self.attempts[-1].preempted

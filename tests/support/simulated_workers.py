@@ -26,6 +26,7 @@ class SimulatedRank:
         was_ended: Its attempt was ended.
         is_stuck: It does not notice that its attempt was ended.
         last_save: The save after which all ranks leave, if there is a save point.
+        point: The request for it.
         is_waiting: It waits after that save.
         sees_stop: It finds ``should_stop()`` true.
         is_preempted: Its process got SIGTERM.
@@ -43,6 +44,7 @@ class SimulatedRank:
     was_ended: bool = False
     is_stuck: bool = False
     last_save: int | None = None
+    point: int = 0
     is_waiting: bool = False
     died: str | None = None
     sees_stop: bool = False
@@ -61,7 +63,7 @@ class SimulatedRank:
             return
         if not self.is_waiting:
             self.is_waiting = True
-            self.event_queue.append(e.AtSavePoint(self.last_save))
+            self.event_queue.append(e.AtSavePoint(self.last_save, self.point))
 
     def die(self, why: str, *, loses_unsent: bool) -> None:
         """End the worker's process.

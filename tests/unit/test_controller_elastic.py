@@ -34,7 +34,7 @@ def run_before_save_point(num_ranks: int = 2, **settings: Any) -> SimulatedRun:
 
 def reach(run: SimulatedRun, call: int = 0, *ranks: int) -> None:
     for rank in ranks or range(run.num_ranks):
-        run.deliver(rank, e.AtSavePoint(call))
+        run.deliver(rank, e.AtSavePoint(call, run.num_save_points))
 
 
 def ended(run: SimulatedRun) -> list[str]:

@@ -67,6 +67,14 @@ FOUND: dict[str, list[Call]] = {
         ("all_events_arrive", {"backwards": False}),
         ("the_controller_dies", {"luck": 0, "num_written": 0, "flushed": 1.0}),
     ],
+    "ranks that had reached a save point of a pause that was withdrawn counted for the next save point": [
+        begin(num_ranks=3, max_failures=2, is_elastic=True, stored_every=3),
+        ("a_user_pauses_the_run", {"luck": 0}),
+        ("all_ranks_save", {"is_written": True}),
+        ("a_user_resumes_the_run", {}),
+        ("a_joining_worker_is_ready", {}),
+        ("much_time_passes", {}),
+    ],
     "an older checkpoint got its score from a round that was dropped, since the newest had fewer rounds": [
         begin(num_ranks=1, max_failures=-1, is_elastic=True, stored_every=1),
         ("a_process_dies", {"index": 0, "loses_unsent": False}),

@@ -23,7 +23,7 @@ def leave_at_save_point(run: SimulatedRun, call: int = 0) -> None:
     run.save(call)
     run.commit()
     for rank in range(run.num_ranks):
-        run.deliver(rank, e.AtSavePoint(call))
+        run.deliver(rank, e.AtSavePoint(call, run.num_save_points))
     for rank in range(run.num_ranks):
         run.leave(rank, e.Ended())
 
@@ -38,9 +38,9 @@ def test_run_pauses_when_all_ranks_have_left_after_the_same_save() -> None:
     assert run.num_save_points == 1 and not run.all_of(c.ReleaseWorkers)
     run.save()
     run.commit()
-    run.deliver(0, e.AtSavePoint(0))
+    run.deliver(0, e.AtSavePoint(0, 1))
     assert not run.all_of(c.EndAttempt), "rank 1 is not at the save point yet"
-    run.deliver(1, e.AtSavePoint(0))
+    run.deliver(1, e.AtSavePoint(0, 1))
     run.leave(0, e.Ended())
     assert not is_paused(run)
     run.leave(1, e.Ended())
@@ -124,7 +124,7 @@ def test_run_pauses_at_next_save_when_write_of_first_one_failed() -> None:
     run = running(checkpoint_config=CheckpointConfig(on_write_error="warn", keep_in_memory=False))
     pause(run)
     run.save()
-    run.deliver(0, e.AtSavePoint(0))
+    run.deliver(0, e.AtSavePoint(0, 1))
     run.fail_commit()
     assert run.num_save_points == 1 and not run.has_save_point
     run.advance(2)
@@ -187,7 +187,7 @@ def test_run_pauses_at_checkpoint_of_all_ranks_and_keeps_its_size() -> None:
     run.save(1, 2, all_ranks=True)
     run.commit()
     for rank in range(2):
-        run.deliver(rank, e.AtSavePoint(1))
+        run.deliver(rank, e.AtSavePoint(1, 1))
     for rank in range(2):
         run.leave(rank, e.Ended())
     assert is_paused(run)
@@ -201,7 +201,7 @@ def test_checkpoint_in_memory_is_stored_before_workers_are_released() -> None:
     run.deliver(0, reports(0), saved(), e.PartHeld(0, 10))
     run.deliver(1, reports(0), saved(), part())
     for rank in range(2):
-        run.deliver(rank, e.AtSavePoint(0))
+        run.deliver(rank, e.AtSavePoint(0, 1))
     for rank in range(2):
         run.leave(rank, e.Ended())
     (request,) = run.all_of(c.StoreFromMemory)

@@ -72,7 +72,7 @@ def test_ranks_that_do_not_check_should_stop_leave_after_a_save() -> None:
     run.save()
     run.commit()
     for rank in (0, 1):
-        run.deliver(rank, e.AtSavePoint(0))
+        run.deliver(rank, e.AtSavePoint(0, 1))
     assert [command.why for command in run.all_of(c.EndAttempt)] == [WHY]
     for rank in (0, 1):
         run.leave(rank, e.Ended())
@@ -84,7 +84,7 @@ def test_preemption_leaves_attempt_though_checkpoint_is_bound_to_size() -> None:
     run.save(all_ranks=True)
     run.commit()
     for rank in (0, 1):
-        run.deliver(rank, e.AtSavePoint(0))
+        run.deliver(rank, e.AtSavePoint(0, 1))
         run.leave(rank, e.Ended())
     assert run.keeps_size
     assert run.events("warning") == []
@@ -93,7 +93,7 @@ def test_preemption_leaves_attempt_though_checkpoint_is_bound_to_size() -> None:
 def test_ranks_agree_on_another_save_point_after_failed_write() -> None:
     run = preempted(checkpoint_config=CheckpointConfig(on_write_error="warn"))
     run.deliver(0, saved(), e.PartFailed(0, "disk full"))
-    run.deliver(0, e.AtSavePoint(0))
+    run.deliver(0, e.AtSavePoint(0, 1))
     run.advance(AGAIN_S)
     assert run.num_save_points == 2 and len(run.all_of(c.RequestStop)) == 1
 
@@ -249,7 +249,7 @@ def test_stop_while_group_leaves_ends_the_run() -> None:
     run.save()
     run.commit()
     for rank in (0, 1):
-        run.deliver(rank, e.AtSavePoint(0))
+        run.deliver(rank, e.AtSavePoint(0, 1))
     run.stop()
     for rank in (0, 1):
         run.leave(rank, e.Ended())

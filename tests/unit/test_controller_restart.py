@@ -138,7 +138,7 @@ def test_paused_run_stays_paused_after_restart_without_failure() -> None:
     run.save()
     run.commit()
     for rank in range(2):
-        run.deliver(rank, e.AtSavePoint(0))
+        run.deliver(rank, e.AtSavePoint(0, 1))
     for rank in range(2):
         run.leave(rank, e.Ended())
     restarted = restart(run)

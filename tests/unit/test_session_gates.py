@@ -25,7 +25,7 @@ def test_saves_pass_an_open_gate() -> None:
     gate = SaveGate()
     for _ in range(3):
         gate.begin()
-    assert (gate.last_save, gate.hold()) == (None, 3)
+    assert (gate.limit, gate.hold()) == (None, 3)
 
 
 def test_held_rank_waits_at_its_next_save() -> None:
@@ -35,15 +35,15 @@ def test_held_rank_waits_at_its_next_save() -> None:
     thread = started(gate.begin)
     thread.join(0.05)
     assert thread.is_alive()
-    gate.release(1)
+    gate.release(AtSavePoint(1, 1))
     thread.join(10)
-    assert not thread.is_alive() and gate.last_save == 1
+    assert not thread.is_alive() and gate.limit == AtSavePoint(1, 1)
 
 
 def test_rank_that_is_behind_makes_its_saves_up_to_the_last() -> None:
     gate = SaveGate()
     gate.hold()
-    gate.release(2)
+    gate.release(AtSavePoint(2, 1))
     for _ in range(3):
         gate.begin()
     thread = started(gate.begin)  # one more than all agreed on
@@ -56,7 +56,7 @@ def test_rank_that_is_behind_makes_its_saves_up_to_the_last() -> None:
 
 def test_waiting_rank_marks_progress_until_the_attempt_ends() -> None:
     gate, ticks = SaveGate(), []
-    gate.release(0)
+    gate.release(AtSavePoint(0, 1))
     gate.begin()
     thread = started(lambda: gate.wait(lambda: ticks.append(1)))
     assert until(lambda: len(ticks) >= 1, 20)
@@ -67,7 +67,7 @@ def test_waiting_rank_marks_progress_until_the_attempt_ends() -> None:
 
 def test_waiting_ends_when_the_last_save_is_withdrawn() -> None:
     gate = SaveGate()
-    gate.release(0)
+    gate.release(AtSavePoint(0, 1))
     gate.begin()
     thread = started(lambda: gate.wait(lambda: None))
     gate.release(None)
@@ -80,9 +80,9 @@ def test_hold_after_the_end_of_the_attempt_holds_nobody() -> None:
     gate = SaveGate()
     gate.open()
     assert gate.hold() == 0
-    gate.release(0)
+    gate.release(AtSavePoint(0, 1))
     gate.begin()
-    assert gate.last_save is None
+    assert gate.limit is None
 
 
 def leaving(worker: Worker) -> threading.Thread:
@@ -96,7 +96,7 @@ def leaving(worker: Worker) -> threading.Thread:
 
     worker.session.hold_saves()
     thread = started(loop)
-    worker.session.leave_after(1)
+    worker.session.leave_after(AtSavePoint(1, 1))
     return thread
 
 
@@ -105,7 +105,7 @@ def test_loop_that_saves_first_leaves_after_the_report_of_its_save() -> None:
     thread = leaving(worker)
     assert until(lambda: worker.session.num_reports == 2, 20)
     sent: list[object] = []
-    assert until(lambda: sent.extend(worker.sent()) or AtSavePoint(1) in sent, 20)  # type: ignore[func-returns-value]
+    assert until(lambda: sent.extend(worker.sent()) or AtSavePoint(1, 1) in sent, 20)  # type: ignore[func-returns-value]
     worker.session.end("the group grows")
     thread.join(20)
     assert not thread.is_alive()
@@ -117,7 +117,7 @@ def test_loop_that_reports_first_leaves_in_its_save() -> None:
     worker.report(loss=1.0)
     thread = leaving(worker)
     assert until(lambda: len(worker.writer.calls) == 2, 20)
-    assert until(lambda: AtSavePoint(1) in worker.sent(), 20)
+    assert until(lambda: AtSavePoint(1, 1) in worker.sent(), 20)
     worker.session.end("the group grows")
     thread.join(20)
     assert not thread.is_alive()
@@ -138,9 +138,9 @@ def test_loop_that_never_reports_leaves_in_its_save(num_saves: int) -> None:
 
     worker.session.hold_saves()
     thread = started(loop)
-    worker.session.leave_after(num_saves)
+    worker.session.leave_after(AtSavePoint(num_saves, 1))
     sent: list[object] = []
-    assert until(lambda: sent.extend(worker.sent()) or AtSavePoint(num_saves) in sent, 20)  # type: ignore[func-returns-value]
+    assert until(lambda: sent.extend(worker.sent()) or AtSavePoint(num_saves, 1) in sent, 20)  # type: ignore[func-returns-value]
     worker.session.end("the group grows")
     thread.join(20)
     assert not thread.is_alive()
@@ -159,12 +159,25 @@ def test_loop_without_a_report_after_the_last_save_leaves_before_the_next() -> N
 
     worker.session.hold_saves()
     thread = started(loop)
-    worker.session.leave_after(1)
-    assert until(lambda: AtSavePoint(1) in worker.sent(), 20)
+    worker.session.leave_after(AtSavePoint(1, 1))
+    assert until(lambda: AtSavePoint(1, 1) in worker.sent(), 20)
     worker.session.end("the group grows")
     thread.join(20)
     assert not thread.is_alive()
     assert len(worker.writer.calls) == 2
+
+
+def test_waiting_rank_continues_when_the_last_save_is_replaced_by_a_later_one() -> None:
+    worker = Worker()
+    thread = leaving(worker)
+    sent: list[object] = []
+    assert until(lambda: sent.extend(worker.sent()) or AtSavePoint(1, 1) in sent, 20)  # type: ignore[func-returns-value]
+    worker.session.leave_after(AtSavePoint(3, 2))
+    assert until(lambda: sent.extend(worker.sent()) or AtSavePoint(3, 2) in sent, 20)  # type: ignore[func-returns-value]
+    worker.session.end("the group grows")
+    thread.join(20)
+    assert not thread.is_alive()
+    assert (worker.session.num_reports, len(worker.writer.calls)) == (4, 4)
 
 
 def test_loop_continues_when_the_last_save_is_withdrawn() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from raysgd.session.events import AtSavePoint
 from raysgd.workers.group import monitor
 from raysgd.workers.group.agreement import RankAgreement
 from raysgd.workers.group.monitor import GroupMonitor
@@ -48,10 +50,25 @@ async def test_reports_continue_if_the_stop_does_not_end_them() -> None:
 async def test_all_ranks_leave_after_the_newest_save_that_any_rank_has_begun() -> None:
     ranks = FakeRanks()
     agreement = RankAgreement(ranks.call)
-    await agreement.save(7)
-    assert ranks.limits["leave_after"] == (2,)
+    await agreement.save(7, 1)
+    assert ranks.limits["leave_after"] == (AtSavePoint(2, 1),)
     await agreement.call_off_save(7)
     assert ranks.limits["leave_after"] == (None,)
+
+
+@pytest.mark.parametrize("last", ["save", "call_off_save"])
+async def test_requests_reach_the_ranks_in_their_order(last: str) -> None:
+    """A save that is called off while the ranks are asked would leave them waiting for a save point that nobody knows."""
+    ranks = FakeRanks()
+
+    async def slow(method: str, attempt: int, *limits: Any) -> list[Any]:
+        await asyncio.sleep(0.05 if method == "hold_saves" else 0)
+        return await ranks.call(method, attempt, *limits)
+
+    agreement = RankAgreement(slow)
+    calls = [agreement.save(7, 1), agreement.call_off_save(7), *([agreement.save(7, 2)] if last == "save" else [])]
+    await asyncio.gather(*calls)
+    assert ranks.limits["leave_after"] == ((AtSavePoint(2, 2),) if last == "save" else (None,))
 
 
 class FakeAgents:

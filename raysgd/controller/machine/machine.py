@@ -152,7 +152,7 @@ class RunMachine:
             case e.StartUnusable():
                 self._on_start_unusable(running, event)
             case e.AtSavePoint():
-                self._save_point.on_reached(rank, self.checkpoints.number_of(event.call))
+                self._save_point.on_reached(rank, self.checkpoints.number_of(event.call), event.point)
             case e.Returned():
                 self._preemption.on_returned(saw_stop=event.saw_stop)
                 if isinstance(self.state, Running):

@@ -50,6 +50,7 @@ class SavePoint:
         self.why: str | None = None
         self._attempt = 0
         self._serial = 0
+        self._point = 0
         self._number: int | None = None  # of the agreed checkpoint, known when the first rank waits
         self._waiting: set[int] = set()
         self._committed: set[int] = set()
@@ -61,11 +62,12 @@ class SavePoint:
         if running is None or why is None or self.why is not None:
             return
         self.why, self._attempt, self._serial = why, running.attempt, running.serial
-        self._emit(c.AgreeOnSavePoint(running.attempt))
+        self._point += 1
+        self._emit(c.AgreeOnSavePoint(running.attempt, self._point))
 
-    def on_reached(self, rank: int, number: int) -> None:
-        """A rank waits after the save of checkpoint ``number``."""
-        if self.why is None:  # cancelled in the meantime: the rank will be released
+    def on_reached(self, rank: int, number: int, point: int) -> None:
+        """A rank waits after the save of checkpoint ``number``, as request ``point`` has asked it to."""
+        if self.why is None or point != self._point:  # cancelled in the meantime: the rank will be released
             return
         self._waiting.add(rank)
         if self._number is None:

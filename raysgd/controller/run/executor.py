@@ -330,7 +330,7 @@ class Run:
             case c.RequestStop():
                 self._spawn(self._group.agreement.stop(command.attempt, ends_reports=command.ends_reports))
             case c.AgreeOnSavePoint():
-                self._spawn(self._group.agreement.save(command.attempt))
+                self._spawn(self._group.agreement.save(command.attempt, command.point))
             case c.CancelSavePoint():
                 self._spawn(self._group.agreement.call_off_save(command.attempt))
             case c.ReleaseWorkers():

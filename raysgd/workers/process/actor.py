@@ -22,6 +22,7 @@ from raysgd.backends.base import BackendConfig, Member
 from raysgd.backends.flight_recorder import Collective, CollectiveId
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.errors import StorageError
+from raysgd.session.events import AtSavePoint
 from raysgd.session.progress import Heartbeat
 from raysgd.workers.events_connection import VALUE_FOLLOWS, EventSender
 from raysgd.workers.liveness.stacks import expose_stacks
@@ -348,9 +349,9 @@ class WorkerActor(Watched):
         """Hold this rank at its next save until `leave_after`; return how many saves it has begun."""
         return self._current.call(attempt, lambda current: current.session.hold_saves(), 0)
 
-    def leave_after(self, attempt: int, last_save: int | None) -> None:
+    def leave_after(self, attempt: int, limit: AtSavePoint | None) -> None:
         """Make train_func leave after this save; None: after no save."""
-        self._current.call(attempt, lambda current: current.session.leave_after(last_save), None)
+        self._current.call(attempt, lambda current: current.session.leave_after(limit), None)
 
     def leave(self, keeps_group: bool = False) -> bool:
         """Leave the process group, once all ranks have returned; return whether this process stays in it.
