@@ -9,7 +9,7 @@ import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -21,7 +21,6 @@ from ray._private.services import canonicalize_bootstrap_address  # no public AP
 from ray._private.worker import SCRIPT_MODE, global_worker
 from ray.util import get_current_placement_group
 
-from raysgd._util import numeric_settings
 from raysgd._util.imports import imported
 from raysgd._util.logs import get_logger
 from raysgd._util.redact import plain, redact, secret_values
@@ -284,7 +283,7 @@ def _make_request(
     on_resize, retry_on = spec.failure_config.on_resize, spec.failure_config.retry_on
     task = WorkerTask(
         run_id=uuid.uuid4().hex,
-        code=share(_dump_code(run.train_func, run.config)),
+        code=share(_dump_code(run.train_func, run.config, _variables_of(spec))),
         returns=run.returns,
         seed=spec.seed,
         deterministic=spec.deterministic,
@@ -294,7 +293,6 @@ def _make_request(
         datasets=resolve_data(run.dataset, spec.scaling),
         on_resize=None if on_resize is None else share(dumps_named(on_resize, "on_resize")),
         retry_on=share(dumps_named(retry_on, "retry_on")) if retry_on else None,
-        numeric_settings=numeric_settings.read_changed((spec.runtime_env or {}).get("env_vars", ())),
     )
     return RunRequest(
         task=task,
@@ -309,9 +307,14 @@ def _make_request(
     )
 
 
-def share_call(obj: Any, name: str) -> Any:
+def share_call(obj: Any, name: str, spec: TrainerSpec) -> Any:
     """Pickle a function or a class of the user for the workers."""
-    return _share(dumps_call(obj, name))
+    return _share(dumps_call(obj, name, _variables_of(spec)))
+
+
+def _variables_of(spec: TrainerSpec) -> Collection[str]:
+    variables: Collection[str] = (spec.runtime_env or {}).get("env_vars", ())
+    return variables
 
 
 def _is_in_trial() -> bool:
@@ -325,9 +328,9 @@ def _job_adds_packages() -> bool:
     return not _OF_PACKAGES.isdisjoint(ray.get_runtime_context().runtime_env)
 
 
-def _dump_code(function: Callable[..., Any], config: dict[str, Any]) -> bytes:
+def _dump_code(function: Callable[..., Any], config: dict[str, Any], variables: Collection[str]) -> bytes:
     try:
-        return dumps_call((function, config), "train_func and its config")
+        return dumps_call((function, config), "train_func and its config", variables)
     except SerializationError:  # each by itself, so that the error names the key
         dumps_named(config, "config")
         dumps_named(function, "train_func")

@@ -34,7 +34,9 @@ class ClassApi:
         channel = self._runs.connect()
         channel.call("drop_class")
         self._channel = None
-        blob = assembly.share_call((execution_class, tuple(args), dict(kwargs)), "the class and its arguments")
+        blob = assembly.share_call(
+            (execution_class, tuple(args), dict(kwargs)), "the class and its arguments", self._runs.spec
+        )
         channel.call("start_class", blob, execution_class is not None, may_repeat=False)
         if execution_class is not None:
             self._class_name, self._channel = execution_class.__name__, channel
@@ -44,7 +46,7 @@ class ClassApi:
         has_instances = self._channel is not None  # also if their TrainerActor died: the next one raises an error then
         check_call(method, function, has_instance=has_instances)
         channel = self._runs.connect()
-        blob = assembly.share_call(function, "the function")
+        blob = assembly.share_call(function, "the function", self._runs.spec)
         values = channel.call("execute", blob, first_only, has_instances, may_repeat=False)
         return [loads(value) for value in values]
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raysgd._util.numeric_settings import Settings
 from raysgd.backends.base import Member
 from raysgd.backends.flight_recorder import Collective
 from raysgd.config import CheckpointConfig
@@ -37,7 +36,6 @@ class WorkerTask:
         returns: ``"first"`` (only rank 0's value travels) or ``"all"``.
         on_resize: Pickle of ``FailureConfig(on_resize=...)``, or None.
         retry_on: Pickle of ``FailureConfig(retry_on=...)``, or None.
-        numeric_settings: What the driver's program has changed of the frameworks that it has imported.
     """
 
     run_id: str
@@ -51,7 +49,6 @@ class WorkerTask:
     datasets: DatasetPlan = NO_DATASETS
     on_resize: Blob | None = None
     retry_on: Blob | None = None
-    numeric_settings: Settings = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

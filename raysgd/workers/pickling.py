@@ -15,7 +15,7 @@ import inspect
 import io
 import sys
 import traceback
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, TracebackType
 from typing import Any
@@ -24,6 +24,7 @@ import cloudpickle
 import ray
 import ray.cloudpickle
 
+from raysgd._util import numeric_settings
 from raysgd._util.tracebacks import hide_own_frames
 from raysgd.errors import ConfigError, SerializationError
 from raysgd.workers.annotations import with_names
@@ -185,15 +186,22 @@ def loads(data: bytes | memoryview) -> Any:
     return cloudpickle.loads(data)
 
 
-def dumps_call(obj: Any, name: str) -> bytes:
-    """Pickle what workers are to call, with the arguments of this process's script; errors as for `dumps_named`."""
-    return dumps((list(sys.argv), dumps_named(obj, name)))
+def dumps_call(obj: Any, name: str, variables: Collection[str] = ()) -> bytes:
+    """Pickle what workers are to call, with this script's arguments and numeric settings; errors as for `dumps_named`.
+
+    Args:
+        obj: What is to be called.
+        name: Its name in errors.
+        variables: Environment variables that workers get; see `raysgd._util.numeric_settings.read_changed`.
+    """
+    return dumps((list(sys.argv), numeric_settings.read_changed(variables), dumps_named(obj, name)))
 
 
 def loads_call(data: bytes | memoryview) -> Any:
-    """Unpickle the result of `dumps_call`. ``sys.argv`` becomes that of the driver, which train_func may parse."""
-    argv, pickled = loads(data)
-    sys.argv[:] = argv  # first: a module that is imported for the pickle may read it
+    """Unpickle the result of `dumps_call`. ``sys.argv``, which train_func may parse, and settings become those of the driver."""
+    argv, settings, pickled = loads(data)
+    sys.argv[:] = argv  # first: a module that is imported for the pickle may read it, or compute something
+    numeric_settings.write(settings)
     return loads(pickled)
 
 

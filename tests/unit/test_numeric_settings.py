@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from raysgd._util import numeric_settings
+from raysgd.workers.pickling import Packed, dumps, dumps_call, loads, loads_call
 from raysgd.workers.process.reset import Baseline
 
 
@@ -40,6 +41,10 @@ def set_newer_flag() -> None:
 
 def set_x64() -> None:
     jax.config.update("jax_enable_x64", True)
+
+
+def dtype_of_ones() -> str:
+    return str(jax.numpy.ones(1, float).dtype)
 
 
 def set_promotion() -> None:
@@ -90,6 +95,16 @@ def test_variable_of_the_workers_decides_on_its_setting() -> None:
     set_x64()
     assert numeric_settings.read_changed(["JAX_ENABLE_X64"]) == {}
     assert list(numeric_settings.read_changed(["OTHER"])) == ["jax"]
+
+
+def test_settings_travel_with_each_call_of_the_users_code() -> None:
+    """As a train_func, a method of the class API, and a function of a trial."""
+    set_x64()
+    calls = dumps_call(dtype_of_ones, "the function"), dumps(Packed.of(dtype_of_ones, "train_func").bind({}))
+    jax.config.update("jax_enable_x64", False)
+    for open_call, call in zip((loads_call, loads), calls, strict=True):
+        assert open_call(call)() == "float64"
+        jax.config.update("jax_enable_x64", False)
 
 
 def test_precision_within_a_block_travels() -> None:

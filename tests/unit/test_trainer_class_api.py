@@ -30,7 +30,7 @@ class Runs:
     """Stands for `RunManager`; connects to a new actor if the last one is gone."""
 
     def __init__(self) -> None:
-        self.latest = SimpleNamespace(channel=Actor())
+        self.latest, self.spec = SimpleNamespace(channel=Actor()), SimpleNamespace(runtime_env=None)
 
     def check_idle(self) -> None:
         pass

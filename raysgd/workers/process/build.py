@@ -13,7 +13,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raysgd._util import numeric_settings
 from raysgd.backends.base import Backend, Member
 from raysgd.checkpoint.checkpoint import Checkpoint, load_state
 from raysgd.checkpoint.format.parts import MemoryPart
@@ -168,7 +167,6 @@ class AttemptBuilder:
 
 
 def _open_code(run: RunOrder, rank: int) -> tuple[Any, Any]:
-    numeric_settings.write(run.task.numeric_settings)  # first: modules that the code imports may compute something
     function, config = loads_call(resolve(run.task.code))
     if run.task.deterministic:
         make_deterministic()
