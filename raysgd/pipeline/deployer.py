@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd._util.imports import import_optional
 from raysgd._util.logs import get_logger
@@ -24,9 +24,11 @@ from raysgd.config.checks import check_count, split_path
 from raysgd.config.scaling import PlacementStrategy
 from raysgd.errors import ConfigError, UsageError
 from raysgd.pipeline.runs import PipelineRuns, RunCallbacks
-from raysgd.pipeline.sharding.rules import ShardingRules
 from raysgd.session import context
 from raysgd.trainer.spec import make_spec
+
+if TYPE_CHECKING:
+    from raysgd.pipeline.sharding import ShardingRules
 
 #: Folder of evaluations in the working directory.
 EVALUATIONS = "evaluations"
@@ -167,7 +169,7 @@ class Deployer:
             raise ConfigError("get_sharding_rules() needs one tree of parameters: give params.")
         params = params_shape_or_params if params is None else params
         import_optional("jax", "pipeline")
-        from raysgd.pipeline.sharding.plan import plan_sharding
+        from raysgd.pipeline.sharding import ShardingRules, plan_sharding
 
         return ShardingRules(plan_sharding(params, self.axis_sizes))
 

@@ -16,7 +16,6 @@ from raysgd.errors import ConfigError
 from raysgd.pipeline.deployer import Deployer
 from raysgd.pipeline.examples import check_callable, check_examples
 from raysgd.pipeline.settings import PredictSettings
-from raysgd.pipeline.sharding.rules import own_rules
 from raysgd.pipeline.tasks import PredictTask
 from raysgd.workers.pickling import dumps, dumps_named
 
@@ -55,7 +54,7 @@ class Predictor:
         params_sharding_rules: Any = None,
     ) -> None:
         self.deployer = check_deployer(deployer)
-        self._rules = own_rules(params_sharding_rules)
+        self._rules = params_sharding_rules
         self._find_params: FindParams | None = None
         self.functions = {
             "collate_fn": check_callable("collate_fn", collate_fn, "collate_fn(examples)"),
@@ -97,6 +96,7 @@ class Predictor:
         dataset = {"examples": check_examples("examples", examples)}
         import_optional("jax", "pipeline")
         import_optional("optax", "pipeline")
+        from raysgd.pipeline.sharding import own_rules
         from raysgd.pipeline.trees import as_nested_dict, as_numpy, shapes_of
 
         path, state, like = None, None, None
@@ -110,7 +110,7 @@ class Predictor:
         else:
             tree = as_numpy(params)
             state, like = {"train_state": {"params": as_nested_dict(tree)}}, shapes_of(tree)
-        parts = {**self.functions, "rules": self._rules}
+        parts = {**self.functions, "rules": own_rules(self._rules)}
         settings = PredictSettings(
             jax_seed=self.deployer.jax_seed,
             n_model_shards=self.deployer.n_model_shards,

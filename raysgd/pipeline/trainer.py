@@ -25,7 +25,6 @@ from raysgd.pipeline.examples import check_callable, check_examples
 from raysgd.pipeline.metrics import TRAIN_LOSS, check_metric_names, reported_name
 from raysgd.pipeline.predictor import Predictor, check_deployer, checkpoint_path
 from raysgd.pipeline.settings import FitSettings
-from raysgd.pipeline.sharding.rules import own_rules
 from raysgd.pipeline.tasks import EvalLossTask, FitTask
 from raysgd.workers.pickling import dumps, dumps_named
 
@@ -88,7 +87,7 @@ class Trainer:
         apply_fn: Becomes ``state.apply_fn``.
         params_sharding_rules: The result of `Deployer.get_sharding_rules`, or own rules ``(regular expression,
             PartitionSpec)``, which are searched in the paths of parameters. Parameters without a rule are sharded by the
-            structure of the tree.
+            names of layers.
         lr_schedule_fn: The schedule that the optimizer was made with, from the number of updates to the learning rate. It is
             used for the metric ``learning_rate`` alone.
         accumulate_grad_batches: The number of parts that a batch is computed in, one after the other, to save memory. The
@@ -141,7 +140,7 @@ class Trainer:
             )
         import_optional("jax", "pipeline")
         import_optional("optax", "pipeline")
-        from raysgd.pipeline.sharding.plan import plan_sharding
+        from raysgd.pipeline.sharding import own_rules, plan_sharding
         from raysgd.pipeline.trees import float_name, shapes_of
 
         self._accumulate = accumulate_grad_batches

@@ -2,15 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from raysgd.errors import ConfigError
-from raysgd.pipeline.sharding.parameters import key_of, list_parameters
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+class Parameter(NamedTuple):
+    """The path, which is the keys from the root to the leaf, the shape and the dtype of one array of a tree."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def list_parameters(params: Any) -> tuple[list[Parameter], Any]:
+    """Return the parameters in the order of `jax.tree.leaves`, and the structure of the tree.
+
+    Raises:
+        ConfigError: The tree is empty, or a leaf is not an array of floating-point numbers.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    if not leaves:
+        raise ConfigError("params has no arrays: give the tree of parameters of a model.")
+    found = []
+    for keys, leaf in leaves:
+        path = _path_of(keys) or ("params",)  # a tree may be a single array
+        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+        if shape is None or dtype is None:
+            raise ConfigError(f"params: {'/'.join(path)} is of type {type(leaf).__name__}: give an array.")
+        if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
+            raise ConfigError(
+                f"params: {'/'.join(path)} has dtype {dtype}, which has no gradient: keep it out of params, for example with "
+                "nnx.split(model, nnx.Param, ...)."
+            )
+        found.append(Parameter(path, tuple(shape), dtype))
+    return found, structure
+
+
+def key_of(key: Any) -> Any:
+    """Return the key, index or name of one node of a path of JAX: equal for a dict and for a class with fields."""
+    return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
+
+
+def _path_of(keys: Any) -> tuple[str, ...]:
+    # Variables of nnx, and boxed values of linen, are nodes with one field.
+    if len(keys) > 1 and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name in ("value", "raw_value"):
+        keys = keys[:-1]
+    return tuple(str(key_of(key)) for key in keys)
 
 
 def shapes_of(tree: Any) -> Any:

@@ -15,7 +15,7 @@ FRAMEWORKS = ("horovod", "jax", "tensorflow", "torch")
 OF_A_FRAMEWORK = (
     "raysgd.torch.", "raysgd.tensorflow.", "raysgd.jax.", "raysgd.engine.",
     "raysgd.pipeline.worker.", "raysgd.pipeline.checkpoints.", "raysgd.pipeline.schedules.", "raysgd.pipeline.trees.",
-    *(f"raysgd.pipeline.sharding.{name}." for name in ("chains", "kernel_dims", "parameters", "plan", "square_kernels")),
+    "raysgd.pipeline.sharding.",
     "raysgd.declarative.components.", "raysgd.declarative.loop.",
 )  # fmt: skip
 

@@ -25,7 +25,7 @@ from flax import nnx  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from raysgd.pipeline.sharding.plan import plan_sharding  # noqa: E402
+from raysgd.pipeline.sharding import ShardingRules, plan_sharding  # noqa: E402
 from raysgd.pipeline.worker.random_rows import key_of_rows  # noqa: E402
 from raysgd.pipeline.worker.steps import Steps, mesh_of  # noqa: E402
 from support import pipeline_models as models  # noqa: E402
@@ -425,7 +425,7 @@ def collectives_of(steps: Steps, batch: Any) -> Counter[str]:
 def test_forward_pass_of_a_block_has_two_all_reduces_and_three_with_cross_attention(name: str) -> None:
     model, num_ids, place, block, expected = BLOCKS[name]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
-    rules = plan_sharding(models.shapes(model, *[models.IDS] * num_ids), mesh.shape).rules
+    rules = ShardingRules(plan_sharding(models.shapes(model, *[models.IDS] * num_ids), mesh.shape))
     inputs = [np.zeros((4, models.LENGTH, models.WIDTH), np.float32)] * num_ids
     params = models.shapes(block, *inputs)
     below = "/".join(place) + "/"
@@ -443,20 +443,36 @@ def test_forward_pass_of_a_block_has_two_all_reduces_and_three_with_cross_attent
 
 
 @pytest.mark.parametrize(
-    ("make", "batch"),
+    ("model", "inputs"),
     [
-        (lambda layers: models.Gpt2(VOCABULARY, layers=layers), models.IDS),
-        (models.VisionTransformer, np.zeros((4, 8, 8, 3), np.float32)),
+        (models.Mlp((48, 24, 48, 8)), np.zeros((4, 20), np.float32)),
+        (models.Cnn(), np.zeros((4, 8, 8, 3), np.float32)),
     ],
-    ids=["a vocabulary that does not divide", "patches and positions"],
+    ids=["MLP", "CNN"],
 )
-def test_shardings_of_embeddings_do_not_spread_to_blocks(make: Any, batch: Any) -> None:
+def test_four_numbered_layers_have_two_all_reduces(model: Any, inputs: Any) -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
+    plan = plan_sharding(models.shapes(model, inputs), mesh.shape)
+    steps = Steps(mesh, plan, pred_fn=lambda rng, params, batch: model.apply({"params": params}, batch))
+    assert collectives_of(steps, inputs) == {"all-reduce": 2}
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "shards"),
+    [
+        (lambda layers: models.Gpt2(VOCABULARY, layers=layers), models.IDS, 2),
+        (models.VisionTransformer, np.zeros((4, 8, 8, 3), np.float32), 2),
+        (models.VisionTransformer, np.zeros((4, 8, 8, 3), np.float32), 4),
+    ],
+    ids=["a vocabulary that does not divide", "patches and positions", "10 classes that do not divide"],
+)
+def test_shardings_of_embeddings_and_outputs_do_not_spread_to_blocks(make: Any, batch: Any, shards: int) -> None:
     found = []
     for layers in (1, 2):
         module = make(layers)
         steps = steps_for(
             models.shapes(module, batch),
-            2,
+            shards,
             pred_fn=lambda rng, params, batch, m=module: m.apply({"params": params}, batch),
         )
         found.append(collectives_of(steps, batch))

@@ -21,7 +21,7 @@ from raysgd.errors import CheckpointError, ConfigError
 from raysgd.pipeline.examples import call_by_name
 from raysgd.pipeline.metrics import PREFIX, TRAIN_LOSS, as_metrics, check_wanted
 from raysgd.pipeline.settings import FitSettings
-from raysgd.pipeline.sharding.plan import DATA_AXIS, plan_sharding
+from raysgd.pipeline.sharding import DATA_AXIS, plan_sharding
 from raysgd.pipeline.trees import from_nested_dict
 from raysgd.pipeline.worker.batches import BatchesByEpoch, ExampleBatches
 from raysgd.pipeline.worker.evaluation import Predictions, compute_loss, predict, write_evaluation

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from raysgd.pipeline.settings import PredictSettings, TaskSettings
-from raysgd.pipeline.sharding.plan import plan_sharding
+from raysgd.pipeline.sharding import plan_sharding
 from raysgd.pipeline.trees import shapes_of
 from raysgd.pipeline.worker.batches import ExampleBatches
 from raysgd.pipeline.worker.evaluation import predict

@@ -25,7 +25,7 @@ from raysgd.config.checks import check_count
 from raysgd.errors import ConfigError
 from raysgd.jax.meshes import mesh as make_mesh
 from raysgd.pipeline.examples import call_by_name
-from raysgd.pipeline.sharding.plan import DATA_AXIS, MODEL_AXIS, ShardingPlan
+from raysgd.pipeline.sharding import DATA_AXIS, MODEL_AXIS, ShardingPlan
 from raysgd.pipeline.worker.losses import Loss, as_loss, sum_of_losses
 from raysgd.pipeline.worker.random_rows import key_of_rows
 from raysgd.pipeline.worker.train_state import (

@@ -18,9 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from raysgd.errors import ConfigError
 from raysgd.jax.restoring import restore
-from raysgd.pipeline.sharding.parameters import key_of
-from raysgd.pipeline.sharding.plan import DATA_AXIS, MODEL_AXIS, ParameterSharding, ShardingPlan
-from raysgd.pipeline.trees import as_nested_dict
+from raysgd.pipeline.sharding import DATA_AXIS, MODEL_AXIS, ParameterSharding, ShardingPlan
+from raysgd.pipeline.trees import as_nested_dict, key_of
 
 
 @jax.tree_util.register_dataclass
