@@ -26,6 +26,7 @@ from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
 from raysgd.torch.devices import device, to_device
+from raysgd.torch.passes import follow_passes
 from raysgd.torch.reduction import call_at_the_end, time_waiting, use_rank_order
 
 _PREFIX = "module."
@@ -68,6 +69,8 @@ def prepare_model(
     if move_to_device:
         model = model.to(device())
     session = context.current()
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        follow_passes(model)
     if session.world_size == 1 or session.logical is not None:  # `logical_steps` adds the gradients
         return model
     check_group()
