@@ -113,8 +113,8 @@ class HandedOut:
         if self._is_list:
             raise UsageError(
                 f"the loop has read all batches of dataset {self._name!r} before it trained on them, and it is not known whether "
-                "a training that resumes reads all rows again, or those that are left: train on each batch before the next one "
-                "is read, or call set_read_ahead(num_batches) of the shard before save_checkpoint; 0 is for data that is kept and "
+                "a training that resumes reads all rows again, or those that are left: train on each batch before the next is "
+                "read, or call set_read_ahead(num_batches) of the shard before save_checkpoint; 0 is for data that is kept and "
                 "read whole at each start."
             )
         raise UsageError(
