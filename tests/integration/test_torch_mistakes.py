@@ -151,8 +151,8 @@ def with_synchronization_at_last(model: Any, x: Any) -> None:
     model(x).square().mean().backward()
 
 
-def train_by(passes: Any) -> Any:
-    """Make some steps on data of this rank alone, and return the weights; ``passes`` has the passes of the first and last one."""
+def train_by(config: dict[str, Any]) -> Any:
+    """Make some steps on data of this rank alone, and return the weights."""
     import torch
 
     torch.manual_seed(0)
@@ -160,7 +160,7 @@ def train_by(passes: Any) -> Any:
     model: Any = raysgd.torch.prepare_model(torch.nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(raysgd.world_rank())
-    for each in [passes[0]] * 4 + [passes[-1]]:
+    for each in [config["passes"][0]] * 4 + [config["passes"][-1]]:
         each(model, torch.randn(4, 2, generator=generator))
         optimizer.step()
         optimizer.zero_grad()
@@ -180,14 +180,14 @@ def train_by(passes: Any) -> Any:
 )
 def test_step_with_gradients_of_one_rank_is_refused(torch_trainer: raysgd.Trainer, passes: Any) -> None:
     with pytest.raises(UsageError, match=r"gradients that differ between ranks, of '0\.weight' and 3 more parameters"):
-        torch_trainer.run(train_by, passes, callbacks=quiet())
+        torch_trainer.run(train_by, {"passes": passes}, callbacks=quiet())
 
 
 @pytest.mark.parametrize(
     "passes", [[clipped], [partial(by_autograd_grad, is_averaged=True)], [with_synchronization_at_last]]
 )
 def test_ranks_agree_after_steps_with_gradients_of_all(torch_trainer: raysgd.Trainer, passes: Any) -> None:
-    one, other = torch_trainer.run(train_by, passes, callbacks=quiet(), returns="all")
+    one, other = torch_trainer.run(train_by, {"passes": passes}, callbacks=quiet(), returns="all")
     assert one.equal(other)
 
 
