@@ -69,6 +69,7 @@ def prepare_model(
         ConfigError: A DDP setting does not work with ``deterministic=True``.
     """
     if is_wrapped(model):
+        follow_passes(model)
         return model
     if move_to_device:
         model = model.to(device())

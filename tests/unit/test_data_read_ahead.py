@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import queue
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -33,12 +35,26 @@ def plain(batches: Iterable[Any]) -> Iterator[Any]:
 def ahead_by(num_batches: int) -> Callable[[Iterable[Any]], Iterator[Any]]:
     def read(batches: Iterable[Any]) -> Iterator[Any]:
         source = iter(batches)
-        queue = deque(islice(source, num_batches))
-        while queue:
-            queue.extend(islice(source, 1))
-            yield queue.popleft()
+        waiting = deque(islice(source, num_batches))
+        while waiting:
+            waiting.extend(islice(source, 1))
+            yield waiting.popleft()
 
     return read
+
+
+def by_a_thread(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches that a thread of the loop reads ahead."""
+    waiting: queue.Queue[Any] = queue.Queue(maxsize=2)
+
+    def read() -> None:
+        for batch in batches:
+            waiting.put(batch)
+        waiting.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (batch := waiting.get()) is not None:
+        yield batch
 
 
 def in_groups_of(num_batches: int) -> Callable[[Iterable[Any]], Iterator[Any]]:
@@ -62,6 +78,7 @@ READERS = {
     "one ahead": ahead_by(1),
     "three ahead": ahead_by(3),
     "in groups": in_groups_of(3),
+    "by a thread": by_a_thread,
     "kept": kept,
     "a list": list,
 }
@@ -222,12 +239,12 @@ def test_loop_states_how_far_it_has_read_ahead(depth: int, tmp_path: Path) -> No
             raysgd.load_checkpoint()
             shard = raysgd.get_dataset().get_split()
             batches = iter(shard.iter_batches(SIZE, shuffle="full"))
-            queue, steps = deque(islice(batches, depth)), 0
-            while queue:
-                rows += queue.popleft()["x"][:, 0].tolist()  # as a function of JAX, which nobody sees
-                shard.set_read_ahead(len(queue))
+            ahead, steps = deque(islice(batches, depth)), 0
+            while ahead:
+                rows += ahead.popleft()["x"][:, 0].tolist()  # as a function of JAX, which nobody sees
+                shard.set_read_ahead(len(ahead))
                 raysgd.save_checkpoint({})
-                queue.extend(islice(batches, 1))
+                ahead.extend(islice(batches, 1))
                 steps += 1
                 if steps == leave_after:
                     break

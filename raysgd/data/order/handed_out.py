@@ -7,6 +7,7 @@ they read, or state how far they have read ahead.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -61,6 +62,7 @@ class HandedOut:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._lock = threading.RLock()  # a thread of the loop may read ahead
         self.clear()
 
     def clear(self) -> None:
@@ -71,9 +73,10 @@ class HandedOut:
 
     def add(self, seen: SeenBatch | None, before: Position) -> None:
         """Add a batch that is handed out now."""
-        self._entries.append(_Entry(before, seen))
-        if not self._is_stated and self._num_ahead:
-            self._num_ahead += 1
+        with self._lock:
+            self._entries.append(_Entry(before, seen))
+            if not self._is_stated and self._num_ahead:
+                self._num_ahead += 1
 
     def end_iteration(self, *, is_whole: bool) -> None:
         """The loop over the batches has ended. If none of them was used, it has read all of them first, as into a list.
@@ -103,7 +106,8 @@ class HandedOut:
         Raises:
             UsageError: It is not known which these are.
         """
-        ahead = self._ahead()
+        with self._lock:
+            ahead = list(self._entries)[len(self._entries) - self._num_ahead :]
         while ahead and not self._is_stated and not ahead[0].is_alive():
             ahead.pop(0)  # dropped without being used
         if not ahead:
@@ -129,22 +133,24 @@ class HandedOut:
 
     def find(self, matches: Matches) -> bool:
         """The model is called; returns whether that is with one of the batches that were not used before."""
-        for each in self._open():
-            if each.seen is not None and matches(each.seen):
-                each.is_known = True
-                self._use(each, is_guessed=False)
-                return True
+        with self._lock:
+            for each in self._open():
+                if each.seen is not None and matches(each.seen):
+                    each.is_known = True
+                    self._use(each, is_guessed=False)
+                    return True
         return False
 
     def guess(self) -> None:
         """The model is trained on other tensors: the oldest batch in memory is used, unless the last one still is."""
-        batches = self._open()
-        unused = [each for each in batches if not each.is_used]
-        last = next((each for each in reversed(batches) if each.is_used), None)
-        if not unused or (last is not None and last.is_known and last.is_alive()):
-            return
-        alive = [each for each in unused if each.is_alive()]
-        self._use(alive[0] if alive else unused[-1], is_guessed=len(alive) > 1)
+        with self._lock:
+            batches = self._open()
+            unused = [each for each in batches if not each.is_used]
+            last = next((each for each in reversed(batches) if each.is_used), None)
+            if not unused or (last is not None and last.is_known and last.is_alive()):
+                return
+            alive = [each for each in unused if each.is_alive()]
+            self._use(alive[0] if alive else unused[-1], is_guessed=len(alive) > 1)
 
     def _use(self, entry: _Entry, *, is_guessed: bool) -> None:
         for number, each in enumerate(reversed(self._entries)):
@@ -164,9 +170,6 @@ class HandedOut:
             if each.is_settled():
                 break
         return found[::-1]
-
-    def _ahead(self) -> list[_Entry]:
-        return list(self._entries)[len(self._entries) - self._num_ahead :]
 
 
 class Passes:
