@@ -123,7 +123,7 @@ class DatasetShard:
             num_batches: 0 or more. For `iter_rows`, rows.
 
         Raises:
-            ConfigError: The loop has not got so many.
+            ConfigError: Fewer batches were handed out.
         """
         self._cursor.handed_out.state_ahead(check_count("set_read_ahead(num_batches)", num_batches, minimum=0))
 

@@ -81,8 +81,8 @@ def test_results_before_the_checkpoint_count(earlier: list[Any], later: list[flo
     runner = CallbackRunner([EarlyStoppingCallback("loss", patience=3)], print)
     results = [make_result(iteration, loss=loss) for iteration, loss in enumerate(earlier, start=1)]
     runner.start(replace(make_info(Path("run")), read_earlier=lambda: results))
-    rest = enumerate(later, start=len(earlier) + 1)
-    stops = [iteration for iteration, loss in rest if runner.result(make_result(iteration, loss=loss)) is not None]
+    numbered = enumerate(later, start=len(earlier) + 1)
+    stops = [iteration for iteration, loss in numbered if runner.result(make_result(iteration, loss=loss)) is not None]
     assert stops == [expected]
 
 

@@ -81,12 +81,12 @@ class Cursor:
 
     @property
     def position(self) -> Position:
-        """Where the loop reads on."""
+        """The position at which the loop continues to read."""
         return self._position
 
     @property
     def trained_position(self) -> Position:
-        """Where a training resumes: before the batches that the loop has read ahead."""
+        """The position at which a training resumes: that before the batches that the loop has read ahead."""
         unused = self.handed_out.first_unused()
         return self._position if unused is None else unused
 
