@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raysgd.data.order.handed_out import Passes
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.session.logical import LogicalWorkers
 from raysgd.session.progress import Progress
@@ -135,6 +134,8 @@ class Session(ABC):
         attempt: int = 0,
         logical_workers: int | None = None,
     ) -> None:
+        from raysgd.data.order.handed_out import Passes  # the controller imports this module without it
+
         self.attempt = attempt
         self.progress = Progress()
         self.passes = Passes()
