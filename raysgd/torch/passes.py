@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
@@ -36,7 +37,7 @@ def _tensors_of(tree: Any) -> list[torch.Tensor]:
         if isinstance(each, torch.Tensor)
         and not is_dtensor(each)
         and each.layout == torch.strided
-        and not torch._C._functorch.is_functorch_wrapped_tensor(each)
+        and not is_functorch_wrapped_tensor(each)
     ]
 
 
