@@ -190,7 +190,8 @@ class Passes:
         return handed_out
 
     def recognize(self, batch: Any) -> SeenBatch | None:
-        return None if self.describe is None else self.describe(batch)
+        """Return how to recognize a batch; None: nothing can."""
+        return None if self.describe is None or batch is None else self.describe(batch)
 
     def has_unused(self) -> bool:
         """Return whether a dataset has handed out batches that are not known to be used."""
