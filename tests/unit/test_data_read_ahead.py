@@ -231,6 +231,18 @@ def test_data_that_is_kept_for_all_epochs_is_read_whole_at_each_start(tmp_path: 
                 save()
 
 
+def test_epoch_that_is_read_for_its_statistics_does_not_matter_later(tmp_path: Path) -> None:
+    with raysgd.local(dataset=DATA, dir=tmp_path):
+        step, save = prepared()
+        dataset = raysgd.get_dataset()
+        batches = dataset.get_split().to_torch(SIZE)
+        assert sum(batch["x"].sum().item() for batch in batches) == DATA["x"].sum()
+        for number, batch in enumerate(READERS["one ahead"](batches), 1):
+            step(batch["x"])
+            save()
+            assert (dataset.position.epoch, dataset.position.consumed) == ((1, SIZE * number) if number < 6 else (2, 0))
+
+
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_loop_states_how_far_it_has_read_ahead(depth: int, tmp_path: Path) -> None:
     rows: list[float] = []

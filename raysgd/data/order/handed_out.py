@@ -38,10 +38,12 @@ class _Entry:
     Attributes:
         before: The position before it.
         seen: How to recognize it; None: nothing can.
+        is_listed: It is one of an epoch of which the loop has read all batches before it has used one.
     """
 
     before: Position
     seen: SeenBatch | None
+    is_listed: bool = False
     is_used: bool = False
     is_known: bool = False
 
@@ -69,7 +71,7 @@ class HandedOut:
         """Forget all batches: training resumes elsewhere."""
         self._entries: deque[_Entry] = deque(maxlen=MAX_AHEAD)
         self._num_ahead = 0
-        self._is_stated = self._is_guessed = self._is_used = self._is_list = False
+        self._is_stated = self._is_guessed = self._is_used = False
 
     def add(self, seen: SeenBatch | None, before: Position) -> None:
         """Add a batch that is handed out now."""
@@ -84,7 +86,9 @@ class HandedOut:
         Args:
             is_whole: It was over a whole epoch, not the rest of one.
         """
-        self._is_list = is_whole and not self._is_used
+        if is_whole and not self._is_used:
+            for each in self._entries:
+                each.is_listed = True
         self._is_used = False
 
     def state_ahead(self, num_batches: int) -> None:
@@ -107,14 +111,14 @@ class HandedOut:
             UsageError: It is not known which these are.
         """
         with self._lock:
-            ahead = list(self._entries)[len(self._entries) - self._num_ahead :]
+            ahead = list(self._entries)[max(0, len(self._entries) - self._num_ahead) :]
         while ahead and not self._is_stated and not ahead[0].is_alive():
             ahead.pop(0)  # dropped without being used
         if not ahead:
             return None
-        if self._is_stated or not (self._is_guessed or self._is_list):
+        if self._is_stated or not (self._is_guessed or ahead[0].is_listed):
             return ahead[0].before
-        if self._is_list:
+        if ahead[0].is_listed:
             raise UsageError(
                 f"the loop has read all batches of dataset {self._name!r} before it trained on them, and it is not known whether "
                 "a training that resumes reads all rows again, or those that are left: train on each batch before the next is "
