@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,8 @@ class RunInfo:
         resources: A dict per worker: the rows of the resource table.
         started_s: When the run began, in seconds since the epoch; 0 if that is not known.
         warnings: The texts of the run's warnings so far; it grows during the run. Empty in workers.
+        read_earlier: Returns the results of the runs that this one was resumed from, up to the checkpoints, oldest first; none
+            in workers. Runs in other Trainers' folders belong to the training if they have the same train_func.
     """
 
     name: str
@@ -85,6 +87,7 @@ class RunInfo:
     resources: list[dict[str, Any]] = field(default_factory=list)
     started_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
+    read_earlier: Callable[[], list[Result]] = field(default=list, repr=False, compare=False)
 
     @property
     def label(self) -> str:

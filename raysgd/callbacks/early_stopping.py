@@ -16,9 +16,10 @@ from raysgd.result import Event, Result, RunInfo
 class EarlyStoppingCallback(Callback):
     """Raises `Stop` when ``metric`` has not improved for ``patience`` results that have it.
 
-    Results without the metric do not count, so it may be reported every few iterations only. Iterations that are repeated
-    after a failure count once. An infinite value is not an improvement. The callback is critical: the run ends with an error
-    when the metric is nan or not a number, or has never been reported.
+    In a run that resumes from a checkpoint, the results before it count too. Results without the metric do not count, so it may
+    be reported every few iterations only. Iterations that are repeated after a failure count once. An infinite value is not an
+    improvement. The callback is critical: the run ends with an error when the metric is nan or not a number, or has never been
+    reported.
 
     Args:
         metric: Name of the metric; a nested one as ``val/loss``.
@@ -34,6 +35,7 @@ class EarlyStoppingCallback(Callback):
     _best: float  # of sign * value: smaller is better
     _best_iteration: int
     _waited: int
+    _has_stopped: bool
     _seen: int
     _missing: str
     _may_be_short: bool
@@ -58,6 +60,10 @@ class EarlyStoppingCallback(Callback):
 
     def on_run_start(self, info: RunInfo) -> None:
         self._restart()
+        for result in info.read_earlier():
+            value = plain(value_at(result, keys)) if (keys := find_keys(result, self._metric)) is not None else None
+            if isinstance(value, (int, float)) and is_number(value):
+                self._improves(value, result["training_iteration"])
 
     def on_result(self, result: Result) -> None:
         iteration: int = result.get("training_iteration", self._seen + 1)
@@ -92,6 +98,7 @@ class EarlyStoppingCallback(Callback):
         self._best = math.inf
         self._best_iteration = 0
         self._waited = 0
+        self._has_stopped = False
         self._seen = 0
         self._missing = ""
         self._may_be_short = False
@@ -104,11 +111,17 @@ class EarlyStoppingCallback(Callback):
             )
         if math.isnan(value) and self._nan_is_failure:
             raise FloatingPointError(f"{self._metric} is nan at iteration {iteration}.")
-        if math.isfinite(value) and self._sign * value < self._best - self._min_delta:
-            self._best, self._best_iteration, self._waited = self._sign * value, iteration, 0
-            return
-        self._waited += 1
-        if self._waited == self._patience:  # raise once; the run takes a moment to end
+        if not self._improves(value, iteration) and self._waited >= self._patience and not self._has_stopped:
+            self._has_stopped = True  # raise once; the run takes a moment to end
             best = f"its best was {short(self._sign * self._best)} at iteration {self._best_iteration}"
             best = best if self._best_iteration else "it was never finite"
             raise Stop(f"{self._metric} has not improved for {self._waited} results; {best}, now {iteration}.")
+
+    def _improves(self, value: float, iteration: int) -> bool:
+        """Count a value; returns whether it is the best so far."""
+        is_best = math.isfinite(value) and self._sign * value < self._best - self._min_delta
+        if is_best:
+            self._best, self._best_iteration, self._waited = self._sign * value, iteration, 0
+        else:
+            self._waited += 1
+        return is_best

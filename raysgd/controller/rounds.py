@@ -228,3 +228,18 @@ class RoundMerger:
             self._iteration = iteration
             self._last_round = (ranks, rows)
             yield result
+
+
+def merge_results(sequence: Sequence[Frame], reduce: Mapping[str, str], *, is_done: bool) -> list[Result]:
+    """Return the results of a run's frames by iteration; of an iteration that was repeated after a failure, the latest."""
+    merger = RoundMerger(reduce)
+    by_iteration: dict[int, Result] = {}
+    last = 0
+    for frame in sequence:
+        if frame.kind == frames.ATTEMPT:
+            last = frame.data.get("iterations_before", 0)
+        for result in merger.feed(frame):
+            last = result["training_iteration"]
+            by_iteration[last] = result
+    # A run that stops at a time of day may end at an earlier iteration than one of its failed attempts had reached.
+    return [by_iteration[iteration] for iteration in sorted(by_iteration) if iteration <= last or not is_done]

@@ -10,6 +10,7 @@ from typing import Any
 from raysgd.config.checks import check_count
 from raysgd.data.batches.batches import ReadContext
 from raysgd.data.order.cursor import Cursor, StreamCursor
+from raysgd.data.order.handed_out import Passes
 from raysgd.data.order.position import Position
 from raysgd.data.plan import UNKNOWN_ROWS, UNNAMED, DatasetPlan, Source, did_you_mean
 from raysgd.data.reading.files import FileBlocks, FileReader
@@ -49,7 +50,7 @@ class WorkerDataset:
     @property
     def position(self) -> Position:
         """The position of training in this dataset."""
-        return self._cursors[self._settings.rank].position
+        return self._cursors[self._settings.rank].trained_position
 
     @property
     def whole_position(self) -> Position:
@@ -118,8 +119,15 @@ class WorkerDataset:
 
     def _cursor_at(self, position: Position) -> Cursor:
         if self._source.kind == "stream":
-            return StreamCursor(self.name, self._settings.seed, position)
-        return Cursor(self.name, self._source.block_rows, self._settings.seed, position, self._source.window_rows)
+            return StreamCursor(self.name, self._settings.seed, position, passes=self._settings.passes)
+        return Cursor(
+            self.name,
+            self._source.block_rows,
+            self._settings.seed,
+            position,
+            self._source.window_rows,
+            passes=self._settings.passes,
+        )
 
     def _open_reader(self) -> TableReader | ItemReader:
         name, source, fetch = self.name, self._source, self._settings.fetch
@@ -154,7 +162,7 @@ class WorkerDatasets:
         attempt: The attempt's number, greater than all earlier ones.
         is_deterministic: Whether the run must be repeatable bit by bit.
         reader: World rank of this worker; None: the same as ``rank``.
-        num_logical: See `ReadSettings`.
+        num_logical, passes: See `ReadSettings`.
 
     Raises:
         CheckpointError: A position lies inside an epoch of another number of rows, or is not a position.
@@ -174,6 +182,7 @@ class WorkerDatasets:
         is_deterministic: bool = False,
         reader: int | None = None,
         num_logical: int | None = None,
+        passes: Passes | None = None,
     ) -> None:
         settings = ReadSettings(
             rank=rank,
@@ -185,6 +194,7 @@ class WorkerDatasets:
             fetch=fetch,
             read_context=read_context,
             num_logical=num_logical,
+            passes=Passes() if passes is None else passes,
         )
         self._folds = plan.folds
         self._datasets = {name: WorkerDataset(name, source, settings) for name, source in plan.sources.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from raysgd.config.checks import check_choice, check_count
@@ -15,6 +15,7 @@ from raysgd.data.batches.torch import CudaCopies, TorchConversion
 from raysgd.data.batches.values import is_cuda, is_host
 from raysgd.data.order.cursor import Cursor
 from raysgd.data.order.epoch_order import SHUFFLES, Indices, Shuffle
+from raysgd.data.order.handed_out import Passes
 from raysgd.data.order.rank_assignment import RankAssignment
 from raysgd.data.plan import UNKNOWN_ROWS, Source, check_columns
 from raysgd.data.reading.readers import Fetch, ItemReader, TableReader
@@ -48,6 +49,7 @@ class ReadSettings:
         is_whole: Whether all rows are read, as by rank 0 of 1.
         num_logical: Logical workers that the process acts as, from the one with the number ``rank`` on; ``world_size`` is
             that of all. None: ranks are those of processes.
+        passes: Shows the passes of models to the datasets.
     """
 
     rank: int
@@ -60,6 +62,7 @@ class ReadSettings:
     reader: int
     is_whole: bool = False
     num_logical: int | None = None
+    passes: Passes = field(default_factory=Passes)
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,6 +104,28 @@ class DatasetShard:
     def epoch(self) -> int:
         """The epoch in progress, or else the epoch that the next iteration begins; from 0."""
         return self._cursor.epoch
+
+    def set_read_ahead(self, num_batches: int) -> None:
+        """State how many of the newest batches the loop has not trained on, before it saves a checkpoint.
+
+        Checkpoints leave them out, so that a training that resumes reads them again. It counts for all further saves until the
+        next call, or until `raysgd.load_checkpoint`. All ranks give the same.
+
+            queue.extend(itertools.islice(batches, 4))
+            train(queue.popleft())
+            shard.set_read_ahead(len(queue))
+            raysgd.save_checkpoint(state)
+
+        Loops that train on each batch before they read the next one do not need it, nor loops that call a model of
+        `raysgd.torch.prepare_model` or `raysgd.Engine` with the tensors of a batch.
+
+        Args:
+            num_batches: 0 or more. For `iter_rows`, rows.
+
+        Raises:
+            ConfigError: Fewer batches were handed out.
+        """
+        self._cursor.handed_out.state_ahead(check_count("set_read_ahead(num_batches)", num_batches, minimum=0))
 
     def to_torch(
         self,

@@ -136,7 +136,7 @@ def train(
 
     Returns:
         The newest metrics, ``finished_train_steps`` and ``best_loss``; with ``run_mode="compile"`` the paths of the plan's files;
-        with ``search`` the metrics and the config of the best trial.
+        with ``search`` the best value of all steps and trials, with its step, config and checkpoint.
 
     Raises:
         ConfigError: A value cannot work.

@@ -35,7 +35,8 @@ from raysgd.torch.batches import count_rows, take_rows
 from raysgd.torch.devices import device, to_device
 from raysgd.torch.evaluation import EvaluationLoader
 from raysgd.torch.loader import PreparedLoader
-from raysgd.torch.rows import FollowedLoader, HandedBatch, check_order, describe_order
+from raysgd.torch.passes import HandedBatch
+from raysgd.torch.rows import FollowedLoader, check_order, describe_order
 
 _logger = get_logger()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Literal, cast
 
 from raysgd._util.logs import get_logger
@@ -89,7 +90,10 @@ def check_search(args: TrainerArgs) -> SearchConfig:
 
 
 def search(args: TrainerArgs, training: Any, trainer: Trainer, callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """Search; return the best trial's metrics, and what was tried as ``config``.
+    """Search; return the best value of all steps of all trials, its ``step`` and ``epoch``, and what was tried as ``config``.
+
+    ``last`` is the last value of the same trial, ``checkpoint`` the path of a checkpoint of that step, or None. Failed trials,
+    and values that are not finite, do not count.
 
     Raises:
         ConfigError: The section cannot work.
@@ -117,11 +121,36 @@ def search(args: TrainerArgs, training: Any, trainer: Trainer, callbacks: Sequen
             callbacks=[each for each in callbacks if each.runs_in != "driver"],
         )
     _check_trials(results)
-    best = results.get_best_result(metric=metric, mode=settings.mode, filter_nan_and_inf=True)
-    return {
-        **{name: value for name, value in (best.metrics or {}).items() if name in ("step", "epoch", metric)},
-        "config": best.config,
-    }
+    best, config = _best_of(results, metric, settings.mode)
+    return {**best, "config": config}
+
+
+def _best_of(results: Any, metric: str, mode: str) -> tuple[dict[str, Any], Any]:
+    """Return what was reported with the best value, with the last value of its trial, its checkpoint, and its config.
+
+    Raises:
+        TrainFuncError: No trial that did not fail has reported a finite value.
+    """
+    found = []
+    for each in results:
+        rows = None if each.error is not None else each.metrics_dataframe
+        if rows is None or metric not in rows:
+            continue
+        reported = rows[metric].notna()
+        values = rows[metric].where(reported & (rows[metric].abs() < inf)).dropna()
+        if len(values):
+            at = values.idxmin() if mode == "min" else values.idxmax()
+            row = {name: rows[name][at].item() for name in ("step", "epoch", metric) if name in rows}
+            kept = (
+                checkpoint.path for checkpoint, saved in each.best_checkpoints if saved.get("step") == row.get("step")
+            )
+            last = rows[metric][reported].iloc[-1].item()
+            found.append(({**row, "last": last, "checkpoint": next(kept, None)}, each.config))
+    if not found:
+        raise TrainFuncError(
+            f"no trial of the search has reported a finite {metric!r}: look at the trials in their folders."
+        )
+    return (min if mode == "min" else max)(found, key=lambda each: each[0][metric])
 
 
 def _check_trials(results: Any) -> None:

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd._util.text import with_article
-from raysgd.engine.attached import AttachedHook, differentiable
 from raysgd.engine.checks import check_parts, check_workers
 from raysgd.engine.composing import compose
 from raysgd.engine.config import (
@@ -28,6 +27,7 @@ from raysgd.engine.precision import LossScale
 from raysgd.engine.step import Step
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api
+from raysgd.torch.attached import AttachedHook, differentiable
 from raysgd.torch.devices import device
 from raysgd.torch.meshes import mesh as make_mesh
 from raysgd.torch.model import unwrap

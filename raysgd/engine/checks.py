@@ -213,3 +213,17 @@ def check_weight(config: EngineConfig, weight: float | None, *, is_pipelined: bo
             "weighted_gradients=True: the engine has handed out no batch, so it does not know its rows: call "
             "engine.backward(loss, weight=number), or give the loader to compose(train_dataloader=...)."
         )
+
+
+def check_saved(*, is_open: bool) -> None:
+    """Check that no gradients are lost in a checkpoint.
+
+    Raises:
+        UsageError: There are some that the optimizer has not used.
+    """
+    if is_open:
+        raise UsageError(
+            "raysgd.save_checkpoint was called within a step of the engine, and does not save the gradients of batches that "
+            "count as trained on: call it after optimizer.step() of a complete step, or between two batches "
+            "engine.save_checkpoint(**more), which saves the gradients too."
+        )

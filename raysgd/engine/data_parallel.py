@@ -163,6 +163,7 @@ class DdpReplicas(DataParallel):
         wrapped = prepare_model(model, move_to_device=False, ddp_kwargs=settings)
         if isinstance(wrapped, DistributedModel):
             wrapped.broadcast_buffers = False  # see `share_buffers`
+            wrapped.leave_unchecked()  # the engine averages gradients of several passes
             self._model = wrapped
             self._averaged = [each for each in model.parameters() if each.requires_grad]
             self._accumulated = _accumulators(self._averaged)

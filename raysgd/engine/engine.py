@@ -25,7 +25,7 @@ from raysgd.engine.saving import SAVED_NAMES, EngineState, collect, spread
 from raysgd.engine.schedule import Schedule
 from raysgd.engine.step import Step
 from raysgd.errors import ConfigError, UsageError
-from raysgd.session import api
+from raysgd.session import api, context
 from raysgd.torch.evaluation import gather_for_metrics
 from raysgd.torch.loader import prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
@@ -258,10 +258,10 @@ class Engine:
         if api.world_size() > 1 and (is_sharded or self.config.workers_per_replica > 1):
             state = spread(state, self.mesh)
             if not merged:
-                api.save_checkpoint({**state, **more}, all_ranks=True, metrics=metrics)
+                _save({**state, **more}, metrics, all_ranks=True)
                 return
             state = collect(state, is_kept=api.world_rank() == 0)
-        api.save_checkpoint({**state, **more} if api.world_rank() == 0 else None, metrics=metrics)
+        _save({**state, **more} if api.world_rank() == 0 else None, metrics, all_ranks=False)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """Restore what `save_checkpoint` saved, from the run's newest checkpoint; after `compose`, on all ranks.
@@ -330,3 +330,8 @@ class Engine:
         width = max(len(name) for name, _ in rows)
         table = [f"{name:<{width}}  {did}" for name, did in rows]
         return "\n".join(table if self.plan is None else [self.plan.reason, "", *table])
+
+
+def _save(state: Any, metrics: Mapping[str, Any] | None, *, all_ranks: bool) -> None:
+    """Save a state that has the gradients of an unfinished step, without which `raysgd.save_checkpoint` is refused."""
+    context.acting().save_checkpoint(state, files=False, metrics=metrics, all_ranks=all_ranks, allow_pickle=False)

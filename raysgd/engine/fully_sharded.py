@@ -13,13 +13,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from raysgd.engine.accumulation import Accumulation
-from raysgd.engine.attached import AttachedHook
 from raysgd.engine.data_parallel import DataParallel
 from raysgd.engine.local_tensors import local_of, make_data_settable
 from raysgd.engine.optimizer_shards import OptimizerShards
 from raysgd.engine.precision import DTYPES, widen_parameters
 from raysgd.engine.tensor_parallel import fsdp_shard_placement
 from raysgd.errors import ConfigError, UsageError
+from raysgd.torch.attached import AttachedHook
 from raysgd.torch.devices import device
 
 #: Calls of each block in which its parameters are checked for changes.

@@ -13,9 +13,9 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from raysgd.engine.attached import AttachedForward
 from raysgd.engine.local_tensors import local_of
 from raysgd.session import api
+from raysgd.torch.attached import AttachedForward
 from raysgd.torch.devices import device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-true": torch.bfloat16}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from raysgd.engine.attached import AttachedForward
+from raysgd.torch.attached import AttachedForward
 
 #: Types of attributes that no forward pass can change in place.
 _PLAIN = (bool, int, float, str, type(None))

@@ -20,11 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.accumulation import Accumulation
-from raysgd.engine.attached import AttachedForward, AttachedHook, differentiable
 from raysgd.engine.checks import (
     check_hooks,
     check_loss,
     check_other_optimizer,
+    check_saved,
     check_updated,
     check_weight,
     count_hooks,
@@ -36,13 +36,15 @@ from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag, scale
 from raysgd.engine.precision import LossScale, overflows
 from raysgd.engine.used_batches import UsedBatches
 from raysgd.errors import CheckpointError, UsageError
-from raysgd.session import api
+from raysgd.session import api, context
+from raysgd.torch.attached import AttachedForward, AttachedHook, differentiable
 from raysgd.torch.batches import count_rows
 from raysgd.torch.devices import device
 from raysgd.torch.loader import PreparedLoader
 from raysgd.torch.model import unwrap
+from raysgd.torch.passes import HandedBatch, follow_passes, show_pass
 from raysgd.torch.restoring import restore
-from raysgd.torch.rows import FollowedLoader, HandedBatch
+from raysgd.torch.rows import FollowedLoader
 
 #: The steps of this process, of which several may read the batches of one loader, as those of a GAN do.
 _steps: weakref.WeakSet[Step] = weakref.WeakSet()
@@ -107,6 +109,7 @@ class Step:
         model, pipeline = self.composed.model, self.composed.pipeline
         for module in unwrap(model).modules():  # the loop may load states of parts
             module.register_load_state_dict_pre_hook(AttachedHook(place_loaded))  # type: ignore[no-untyped-call]
+        follow_passes(unwrap(model))
         if pipeline is None:
             # FSDP gathers parameters in its own hook.
             model.register_forward_pre_hook(AttachedHook(self._begin_forward), with_kwargs=True, prepend=True)
@@ -118,6 +121,7 @@ class Step:
             model.zero_grad = AttachedForward(model.zero_grad, lambda *_, **__: self.zero_grad(of_model=True))  # type: ignore[method-assign]
             _check_optimizers()
         _steps.add(self)
+        context.current().save_checks.append(weakref.WeakMethod(self.check_saved))
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -246,6 +250,7 @@ class Step:
     def _begin_pipeline(self, batch: Any) -> float:
         """Begin the passes of a batch; return what its gradients are multiplied by."""
         self._batches.on_forward(batch, is_training=True)
+        show_pass(batch, is_training=True)
         self._begin_backward(None)
         if self._config.weighted_gradients:
             self._pipeline_weight = float(0 if self._batches.num_rows == 0 else count_rows(batch))
@@ -265,10 +270,8 @@ class Step:
         self._data_parallel.follow(model, self._parameters.values())
 
     def _weight_of(self, weight: float | None) -> float:
-        if not self._config.weighted_gradients:
-            return 1.0
-        if self.composed.pipeline is not None:
-            return self._pipeline_weight
+        if not self._config.weighted_gradients or self.composed.pipeline is not None:
+            return self._pipeline_weight if self._config.weighted_gradients else 1.0
         rows = self._batches.num_rows
         if weight is not None and rows != 0:
             return float(weight)
@@ -510,6 +513,10 @@ class Step:
         }
         self._hide()
         return saved
+
+    def check_saved(self) -> None:
+        """Check that a checkpoint without this step's gradients lacks none; see `raysgd.engine.checks.check_saved`."""
+        check_saved(is_open=self._accumulation.is_open and self._optimizer is not None)
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Continue the unfinished step that `save` returned, maybe on other ranks; gradients that there are now are dropped.

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from raysgd.engine.accumulation import Accumulation
 from raysgd.errors import UsageError
-from raysgd.torch.rows import HandedBatch, places_of
+from raysgd.torch.passes import HandedBatch, places_of
 
 #: The key of a mark in the metadata of a node of autograd.
 _MARK = "raysgd.batch"

@@ -80,8 +80,13 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: Ranks disagree, or the state cannot be saved; `UnsafeStateError` names the leaf.
+        UsageError: It is called within a step of `raysgd.Engine`, whose gradients it does not save, or by a loop that has read
+            batches ahead, of which it is not known which it has used.
         SessionError: The attempt is over.
     """
+    for reference in context.current().save_checks:
+        if (check := reference()) is not None:
+            check()
     context.acting().save_checkpoint(
         state, files=files, metrics=metrics, all_ranks=all_ranks, allow_pickle=allow_pickle
     )

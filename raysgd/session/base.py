@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -115,6 +116,9 @@ class Session(ABC):
         attempt: Its number, from 1; 0 in single-machine use.
         in_worker: False in single-machine use.
         progress: The calls made so far, and where the time went.
+        passes: Shows the passes of models to the datasets.
+        save_checks: Called before a checkpoint is saved; they raise an error if it would lack something. References, as the
+            session outlives what they belong to.
     """
 
     in_worker: bool = False
@@ -130,8 +134,12 @@ class Session(ABC):
         attempt: int = 0,
         logical_workers: int | None = None,
     ) -> None:
+        from raysgd.data.order.handed_out import Passes  # the controller imports this module without it
+
         self.attempt = attempt
         self.progress = Progress()
+        self.passes = Passes()
+        self.save_checks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.identity = identity
         self.seed = seed
         self.deterministic = deterministic
@@ -213,6 +221,7 @@ class Session(ABC):
             fetch=self._fetch if fetch is None else fetch,
             read_context=self._read_context,
             num_logical=num_logical,
+            passes=self.passes,
         )
 
     def _read_context(self) -> AbstractContextManager[None]:

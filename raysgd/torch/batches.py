@@ -48,6 +48,8 @@ def _has_rows(leaf: Any) -> bool:
 
 def leaves_of(value: Any) -> list[Any]:
     """Return what a batch consists of: the leaves of dataclasses, mappings, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [leaf for field in dataclasses.fields(value) for leaf in leaves_of(getattr(value, field.name, None))]
     if isinstance(value, Mapping):

@@ -25,7 +25,9 @@ from raysgd._util.text import with_article
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
+from raysgd.torch.averages import Averages
 from raysgd.torch.devices import device, to_device
+from raysgd.torch.passes import follow_passes
 from raysgd.torch.reduction import call_at_the_end, time_waiting, use_rank_order
 
 _PREFIX = "module."
@@ -49,6 +51,9 @@ def prepare_model(
     methods are available; see `DistributedModel`. Parameters stay the same objects, so an optimizer may be made before or
     after. Every rank must call this function, in the same order for several models.
 
+    An optimizer's step is refused if its gradients differ between ranks, as those of a backward pass through a part of the
+    model, or of ``torch.autograd.grad``, do: see `raysgd.torch.averages`.
+
     With ``Trainer(deterministic=True)`` and three or more workers, gradients are added in rank order, so that a resumed
     run is bit-identical to an uninterrupted one; see `raysgd.torch.reduction`.
 
@@ -64,10 +69,13 @@ def prepare_model(
         ConfigError: A DDP setting does not work with ``deterministic=True``.
     """
     if is_wrapped(model):
+        follow_passes(model)
         return model
     if move_to_device:
         model = model.to(device())
     session = context.current()
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        follow_passes(model)
     if session.world_size == 1 or session.logical is not None:  # `logical_steps` adds the gradients
         return model
     check_group()
@@ -203,9 +211,10 @@ class DistributedModel(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **settings: Any) -> None:
         super().__init__(module, **settings)
-        self._has_changed_buffers = False  # by a forward pass, whose backward pass averages gradients
+        named = {name: each for name, each in module.named_parameters() if name not in self.parameters_to_ignore}
+        self._averages = Averages(named, self.process_group)
         # The hooks are held by DDP's C++ part, in a cycle that the garbage collector cannot see.
-        hook = functools.partial(_share_after_pass, weakref.ref(self))
+        hook = functools.partial(_after_gradient, weakref.ref(self))
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -231,6 +240,10 @@ class DistributedModel(DistributedDataParallel):
         for hook, state in self._comm_hooks:
             dist._register_comm_hook(self.reducer, state, hook)  # type: ignore[attr-defined]
 
+    def leave_unchecked(self) -> None:
+        """Do not check the gradients of optimizers: the caller averages them."""
+        self._averages.is_checked = False
+
     def _share_buffers(self) -> None:
         """Give all ranks the buffers of rank 0. All ranks call it."""
         broadcast_buffers(self.__raysgd_unwrap__(), self.process_group, self.parameters_to_ignore)
@@ -241,8 +254,10 @@ class DistributedModel(DistributedDataParallel):
         return self._join_config.enable and super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call, no-any-return]
 
     def _post_forward(self, output: Any) -> Any:
-        if torch.is_grad_enabled() and self.require_backward_grad_sync and not self._join_config.enable:
-            self._has_changed_buffers = self.broadcast_buffers
+        if self._join_config.enable:
+            self.leave_unchecked()  # ranks make different numbers of steps
+        elif torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._averages.begin()
         return super()._post_forward(output)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
@@ -312,11 +327,10 @@ class DistributedModel(DistributedDataParallel):
         return cast, (None, copy_to(self.__raysgd_unwrap__(), torch.device("cpu")))
 
 
-def _share_after_pass(reference: weakref.ref[DistributedModel], _: torch.Tensor) -> None:
-    """Give all ranks the buffers of rank 0 at the end of this backward pass; a hook of parameters."""
+def _after_gradient(reference: weakref.ref[DistributedModel], parameter: Any) -> None:
+    """Give all ranks the buffers of rank 0 at the end of a backward pass that averages gradients; a hook of parameters."""
     model = reference()
-    if model is not None and model._has_changed_buffers:
-        model._has_changed_buffers = False
+    if model is not None and model._averages.add(parameter) and model.broadcast_buffers:
         # After DDP's own callback, which waits until the gradients are there.
         call_at_the_end(lambda: call_at_the_end(model._share_buffers))
 

@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
-from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.errors import CheckpointError
 from raysgd.session import context
-from raysgd.torch.batches import count_rows, leaves_of, take_rows
+from raysgd.torch.batches import count_rows, take_rows
 from raysgd.torch.loader import PreparedLoader
+from raysgd.torch.passes import HandedBatch
 from raysgd.torch.samplers import StridedSampler, UnevenBatchSampler
 
 _END = object()
@@ -80,44 +78,6 @@ class RowPlaces:
             return rows if batch * self.num_ranks + self.rank < total else 0
         num_of_rank = -(-(total - self.rank) // self.num_ranks)
         return max(0, min(rows, num_of_rank - rows_before))
-
-
-#: Where tensors begin: their storage, and the place in it.
-_Places = frozenset[tuple[StorageWeakRef, int]]
-
-
-def places_of(tree: Any) -> _Places:
-    """Return where the tensors of a batch, or of the arguments of a model, begin in memory."""
-    tensors = (each for each in leaves_of(tree) if isinstance(each, torch.Tensor) and not is_dtensor(each))
-    return frozenset(
-        (StorageWeakRef(each.untyped_storage()), int(each.storage_offset()))  # type: ignore[no-untyped-call]
-        for each in tensors
-        if each.layout == torch.strided
-    )
-
-
-class HandedBatch:
-    """A batch that a loader has handed out. It is recognized by its tensors, which it does not keep in memory.
-
-    Args:
-        batch: Its tensors.
-        num_rows: How many of its rows count on this rank.
-        is_last: Whether it is the last one of its loader.
-    """
-
-    def __init__(self, batch: Any, num_rows: int, *, is_last: bool = False) -> None:
-        self.num_rows, self.is_last = num_rows, is_last
-        self._places = places_of(batch)
-
-    def is_alive(self) -> bool:
-        """Return whether anything refers to one of its tensors; True if it has none."""
-        return not self._places or any(not storage.expired() for storage, _ in self._places)  # type: ignore[no-untyped-call]
-
-    def has_any(self, places: _Places, *, is_exact: bool) -> bool:
-        """Return whether one of its tensors begins at one of these places, or is in the same memory if not ``is_exact``."""
-        if is_exact:
-            return not self._places.isdisjoint(places)
-        return not {storage for storage, _ in self._places}.isdisjoint(storage for storage, _ in places)
 
 
 class FollowedLoader(PreparedLoader):

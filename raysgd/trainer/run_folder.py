@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from raysgd.controller import frames
 from raysgd.controller.checkpoints.pending import find_rounds
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import read_description, reading, stored_frames
-from raysgd.controller.rounds import RoundMerger, check_reduce
+from raysgd.controller.rounds import check_reduce, merge_results
 from raysgd.errors import CheckpointNotFoundError
 from raysgd.result import DATA_WAIT_FRACTION, Event, Result
 from raysgd.trainer.run_summary import RunSummary, summarize
@@ -120,21 +120,6 @@ def _load(storage: Storage, reduce: Mapping[str, str] | None) -> LoadedRun:
         checkpoints=_checkpoints(storage, sequence, reductions),
         outcome=ends[-1] if ends else None,
     )
-
-
-def merge_results(sequence: Sequence[Frame], reduce: Mapping[str, str], *, is_done: bool) -> list[Result]:
-    """Return the results of a run's frames by iteration; of an iteration that was repeated after a failure, the latest."""
-    merger = RoundMerger(reduce)
-    by_iteration: dict[int, Result] = {}
-    last = 0
-    for frame in sequence:
-        if frame.kind == frames.ATTEMPT:
-            last = frame.data.get("iterations_before", 0)
-        for result in merger.feed(frame):
-            last = result["training_iteration"]
-            by_iteration[last] = result
-    # A run that stops at a time of day may end at an earlier iteration than one of its failed attempts had reached.
-    return [by_iteration[iteration] for iteration in sorted(by_iteration) if iteration <= last or not is_done]
 
 
 def _worker_rows(results: list[Result]) -> Iterator[dict[str, Any]]:

@@ -26,13 +26,13 @@ from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config.checks import check_choice, check_count
+from raysgd.controller.journal.lineage import earlier_checkpoints
 from raysgd.controller.requests import TrainerSpec
 from raysgd.errors import MissingMetricError, RaySGDError, TrainerBusyError, TrainerClosedError, UsageError
 from raysgd.result import RunInfo, RunStatus
 from raysgd.trainer import assembly
 from raysgd.trainer.arguments import RunArguments
 from raysgd.trainer.channel import OVER, Channel
-from raysgd.trainer.lineage import earlier_checkpoints
 from raysgd.trainer.stream import ResultStream
 from raysgd.workers.placement.capacity import explain_busy
 from raysgd.workers.placement.cluster import list_nodes

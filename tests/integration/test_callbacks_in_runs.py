@@ -365,6 +365,25 @@ def test_logger_files_are_in_the_run_folder(trainer: raysgd.Trainer) -> None:
     assert tensorboard_scalars(run_dir, "step") == [(1, 0.0), (2, 1.0), (3, 2.0)]
 
 
+def losses(config: dict[str, Any]) -> None:
+    state = raysgd.load_checkpoint() or {"step": 0}
+    for step in range(state["step"], len(config["losses"])):
+        raysgd.report(loss=config["losses"][step])
+        raysgd.save_checkpoint({"step": step + 1})
+        if step + 1 == config.get("leave_after"):
+            return
+
+
+def test_early_stopping_counts_the_results_before_the_checkpoint(trainer: raysgd.Trainer) -> None:
+    config = {"losses": [1.0 + step / 10 for step in range(12)]}
+    stopping: list[Any] = [EarlyStoppingCallback("loss", patience=5), *quiet()]
+    trainer.run(losses, {**config, "leave_after": 3}, callbacks=stopping)
+    trainer.run(losses, {**config, "leave_after": 5}, callbacks=stopping, resume_from=trainer.get_last_checkpoint())
+    trainer.run(losses, config, callbacks=stopping, resume_from=trainer.get_last_checkpoint())
+    (stop,) = events_of(trainer, "stop")
+    assert stop["why"] == "loss has not improved for 5 results; its best was 1.0 at iteration 1, now 6."
+
+
 def tensorboard_scalars(run_dir: Path, name: str) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import raysgd
+from raysgd.errors import UsageError
 from support.runs import events_of, make_trainer, once, pids, quiet, travels_by_value
 
 travels_by_value(__name__)
@@ -41,6 +42,62 @@ def test_run_over_batches_for_jax_resumes_inside_an_epoch(ray_cluster: Any, tmp_
         checkpoint = trainer.get_last_checkpoint()
     with make_trainer(tmp_path, 1) as trainer:
         second = trainer.run(read_and_save, {}, resume_from=checkpoint, **given)
+    assert [len(seen) for seen in (*first, *second)] == [6, 6, 11]
+    assert sorted(row for seen in (*first, *second) for row in seen) == list(range(23))
+
+
+def read_one_ahead(config: dict[str, Any]) -> list[int]:
+    """Train on one batch after the next one is read; leave the loop after ``config["stop_after"]`` steps, if given."""
+    import torch
+
+    model: Any = torch.nn.Linear(1, 1)
+    save: Any = lambda: raysgd.save_checkpoint({})  # noqa: E731
+    if config["prepared_by"] == "engine":
+        engine = raysgd.Engine(accumulation_steps=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, *_ = engine.compose(model=model, optimizer=optimizer)
+        engine.load_checkpoint()
+        save = engine.save_checkpoint
+    else:
+        raysgd.load_checkpoint()
+        model = raysgd.torch.prepare_model(model)
+    batches = iter(raysgd.get_dataset().get_split().to_torch(2, shuffle="window"))
+    seen: list[int] = []
+    step, ahead = 0, next(batches, None)
+    while ahead is not None:
+        batch, ahead = ahead, next(batches, None)
+        loss = (
+            model(batch["x"][:, None].float()).square().sum() if config["changes"] else model(batch["x"]).square().sum()
+        )
+        if config["prepared_by"] == "engine":
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            loss.backward()
+        seen += batch["x"].flatten().tolist()
+        save()
+        step += 1
+        if step == config.get("stop_after"):
+            break
+    return seen
+
+
+@pytest.mark.parametrize("prepared_by", ["engine", "prepare_model"])
+def test_rows_that_were_read_ahead_come_again_on_another_number_of_workers(
+    ray_cluster: Any, tmp_path: Path, prepared_by: str
+) -> None:
+    given: dict[str, Any] = {"callbacks": quiet(), "returns": "all"}
+    given["dataset"] = {"x": np.arange(23, dtype=np.float32)[:, None]}
+    config = {"prepared_by": prepared_by, "changes": False}
+    with make_trainer(tmp_path, backend="torch") as trainer:
+        first = trainer.run(read_one_ahead, {**config, "stop_after": 3}, **given)
+        checkpoint = trainer.get_last_checkpoint()
+        changed = {**given, "dataset": {"x": np.arange(23)}}
+        with pytest.raises(UsageError, match=r"set_read_ahead\(num_batches\)"):
+            trainer.run(read_one_ahead, {**config, "changes": True}, **changed)
+    with make_trainer(tmp_path, 1, backend="torch") as trainer:
+        second = trainer.run(read_one_ahead, config, resume_from=checkpoint, **given)
     assert [len(seen) for seen in (*first, *second)] == [6, 6, 11]
     assert sorted(row for seen in (*first, *second) for row in seen) == list(range(23))
 

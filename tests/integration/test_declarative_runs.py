@@ -356,7 +356,7 @@ def test_a_search_tries_values_of_fields(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(TESTS)
     found = train(values)
     assert found["config"]["optimizer.args.lr"] in (0.0001, 0.1)
-    assert found["step"] == STEPS
+    assert 1 <= found["step"] <= STEPS and found["train_loss"] <= found["last"]
 
 
 def test_load_args_reads_the_document(tmp_path: Path) -> None:

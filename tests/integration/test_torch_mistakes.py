@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import raysgd
-from raysgd.errors import CollectiveMismatchError
+from raysgd.errors import CollectiveMismatchError, UsageError
 from support.runs import PATIENCE_S, events_of, make_trainer, pids, quiet, travels_by_value
 
 pytestmark = pytest.mark.shared_trainer
@@ -98,6 +99,99 @@ def test_models_of_their_own_are_one_warning(torch_trainer: raysgd.Trainer, trai
     (warning,) = [each for each in events_of(torch_trainer, "warning") if "a model of its own" in each["message"]]
     assert warning["message"].startswith("each of the 2 ranks trains a model of its own")
     assert "raysgd.torch.prepare_model(model)" in warning["message"] and "Lightning" in warning["message"]
+
+
+# -- gradients that are not those of all ranks --------------------------------------------------------------------------
+
+
+def by_parts(model: Any, x: Any) -> None:
+    model[2](model[1](model[0](x))).square().mean().backward()
+
+
+def clipped(model: Any, x: Any) -> None:
+    import torch
+
+    model(x).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def by_autograd_grad(model: Any, x: Any, *, is_averaged: bool = False) -> None:
+    import torch
+    import torch.distributed as dist
+
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(model(x).square().mean(), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if is_averaged:
+            dist.all_reduce(gradient)
+        parameter.grad = gradient
+
+
+def with_a_penalty_of_one_rank(model: Any, x: Any) -> None:
+    import torch
+
+    parameters = list(model.parameters())
+    model(x).square().mean().backward()
+    for parameter, gradient in zip(parameters, torch.autograd.grad(model.module(x).sum(), parameters), strict=True):
+        parameter.grad = parameter.grad + gradient
+
+
+def after_two_calls(model: Any, x: Any) -> None:
+    for loss in [model(x * factor).square().mean() for factor in (1, 2)]:
+        loss.backward()
+
+
+def without_synchronization(model: Any, x: Any) -> None:
+    with model.no_sync():
+        model(x).square().mean().backward()
+
+
+def with_synchronization_at_last(model: Any, x: Any) -> None:
+    without_synchronization(model, x)
+    model(x).square().mean().backward()
+
+
+def train_by(config: dict[str, Any]) -> Any:
+    """Make some steps on data of this rank alone, and return the weights."""
+    import torch
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)]
+    model: Any = raysgd.torch.prepare_model(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(raysgd.world_rank())
+    for each in [config["passes"][0]] * 4 + [config["passes"][-1]]:
+        each(model, torch.randn(4, 2, generator=generator))
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        [by_parts],
+        [clipped, by_parts],
+        [by_autograd_grad],
+        [with_a_penalty_of_one_rank],
+        [after_two_calls],
+        [without_synchronization],
+    ],
+)
+def test_step_with_gradients_of_one_rank_is_refused(torch_trainer: raysgd.Trainer, passes: Any) -> None:
+    with pytest.raises(UsageError, match=r"gradients that differ between ranks, of '0\.weight' and [23] more parameters"):
+        torch_trainer.run(train_by, {"passes": passes}, callbacks=quiet())
+
+
+@pytest.mark.parametrize(
+    "passes", [[clipped], [partial(by_autograd_grad, is_averaged=True)], [with_synchronization_at_last]]
+)
+def test_ranks_agree_after_steps_with_gradients_of_all(torch_trainer: raysgd.Trainer, passes: Any) -> None:
+    one, other = torch_trainer.run(train_by, {"passes": passes}, callbacks=quiet(), returns="all")
+    assert one.equal(other)
+
+
+# -- the warning --------------------------------------------------------------------------------------------------------
 
 
 class StopAtWarning(raysgd.Callback):

@@ -9,9 +9,9 @@ from typing import Any
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
+from raysgd.controller.rounds import merge_results
 from raysgd.session import events as e
 from raysgd.testing.record import History
-from raysgd.trainer.run_folder import merge_results
 from support.simulated_workers import SimulatedRank
 from support.simulation import reports, saved
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,25 @@ def test_stop_is_raised_once() -> None:
     runner.start(make_info(Path("run")))
     stops = [runner.result(make_result(iteration, loss=1.0)) for iteration in range(1, 10)]
     assert [iteration for iteration, stop in enumerate(stops, start=1) if stop is not None] == [3]
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "expected"),
+    [
+        ([1.0, 1.1, 1.2], [1.3, 1.4], 4),
+        ([1.0, 1.1, 1.2], [0.9, 1.4, 1.5, 1.6], 7),
+        ([1.0, 1.1, 1.2, 1.3], [1.4, 1.5], 5),  # it has stopped before
+        ([1.0, math.nan, "text"], [1.3, 1.4], 5),
+        ([], [1.0, 1.1, 1.2, 1.3], 4),
+    ],
+)
+def test_results_before_the_checkpoint_count(earlier: list[Any], later: list[float], expected: int) -> None:
+    runner = CallbackRunner([EarlyStoppingCallback("loss", patience=3)], print)
+    results = [make_result(iteration, loss=loss) for iteration, loss in enumerate(earlier, start=1)]
+    runner.start(replace(make_info(Path("run")), read_earlier=lambda: results))
+    numbered = enumerate(later, start=len(earlier) + 1)
+    stops = [iteration for iteration, loss in numbered if runner.result(make_result(iteration, loss=loss)) is not None]
+    assert stops == [expected]
 
 
 def test_repeated_results_count_once() -> None:

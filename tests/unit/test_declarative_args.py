@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
+from math import inf, nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 import yaml
 
 from raysgd.declarative import CheckpointConfig, ModelConfig, TrainerArgs, load_args
 from raysgd.declarative.args import HOOKS, FieldError, HookConfig, HookMapConfig
 from raysgd.declarative.reading import Tree, args_of, as_values, merge
-from raysgd.declarative.searching import _space_of, check_search
-from raysgd.errors import ConfigError
+from raysgd.declarative.searching import _best_of, _space_of, check_search
+from raysgd.errors import ConfigError, TrainFuncError
 
 DOCUMENT = """\
 compute_config:
@@ -404,3 +407,32 @@ def test_mistake_keeps_its_place_on_the_way_from_a_worker() -> None:
     error = pickle.loads(pickle.dumps(FieldError(("dataset", "type"), "there is no such class")))
     assert isinstance(error, FieldError)
     assert error.path == ("dataset", "type") and str(error) == "there is no such class"
+
+
+def trial(values: list[float], *, error: Exception | None = None, saved: tuple[int, ...] = (), **config: Any) -> Any:
+    """Return a trial with one value for each step, as Ray Tune has it."""
+    rows = pd.DataFrame({"step": range(1, len(values) + 1), "val_loss": values, "rows": 8})
+    kept = [(SimpleNamespace(path=f"checkpoint_{step}"), {"step": step}) for step in saved]
+    return SimpleNamespace(error=error, metrics_dataframe=rows, best_checkpoints=kept, config=config)
+
+
+def test_best_of_a_search_is_the_best_step_of_all_trials() -> None:
+    results = [
+        trial([0.5, 0.2, 0.9], saved=(1, 2), lr=0.1),
+        trial([0.8, 0.6, 0.4], lr=0.2),
+        trial([0.1, nan], error=RuntimeError("out of memory"), lr=0.3),
+        trial([nan, nan], lr=0.4),
+        trial([-inf, 0.7], lr=0.5),
+        SimpleNamespace(error=None, metrics_dataframe=None, best_checkpoints=[], config={}),
+        SimpleNamespace(error=None, metrics_dataframe=pd.DataFrame({"step": [1]}), best_checkpoints=[], config={}),
+    ]
+    assert _best_of(results, "val_loss", "min") == (
+        {"step": 2, "val_loss": 0.2, "last": 0.9, "checkpoint": "checkpoint_2"},
+        {"lr": 0.1},
+    )
+    assert _best_of(results, "val_loss", "max") == (
+        {"step": 3, "val_loss": 0.9, "last": 0.9, "checkpoint": None},
+        {"lr": 0.1},
+    )
+    with pytest.raises(TrainFuncError, match="no trial of the search has reported a finite 'val_loss'"):
+        _best_of(results[2:4], "val_loss", "min")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,3 +204,25 @@ def test_zero_stage_without_a_process_group() -> None:
             raysgd.accelerate(make_model(), zero_stage=3)
     finally:
         groups.enter()
+
+
+def test_checkpoint_without_the_gradients_of_an_unfinished_step_is_refused(tmp_path: Path) -> None:
+    with raysgd.local(dir=tmp_path):
+        engine, model = raysgd.Engine(accumulation_steps=2), make_model()
+        model, optimizer, *_ = engine.compose(model=model, optimizer=sgd(model))
+        saved = {"model": model, "optimizer": optimizer}
+        raysgd.save_checkpoint(saved)
+        for _ in range(2):  # steps of two batches
+            engine.backward(model(torch.ones(2, 6)).mean())
+            optimizer.step()
+            with pytest.raises(UsageError, match=r"does not save the gradients of batches.*engine\.save_checkpoint"):
+                raysgd.save_checkpoint(saved)
+            engine.save_checkpoint()
+            engine.backward(model(torch.ones(2, 6)).mean())
+            with pytest.raises(UsageError, match=r"call it after optimizer\.step\(\) of a complete step"):
+                raysgd.save_checkpoint(saved)
+            optimizer.step()
+            raysgd.save_checkpoint(saved)
+            optimizer.zero_grad()
+            raysgd.save_checkpoint(saved)
+        assert len(raysgd.list_checkpoints()) == 7

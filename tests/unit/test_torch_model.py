@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.data.order.handed_out import Passes
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
 from raysgd.session.progress import Progress
@@ -49,6 +50,7 @@ def world() -> Iterator[Enter]:
     def enter(size: int = 2, deterministic: bool = False) -> None:
         session = SimpleNamespace(
             progress=Progress(),
+            passes=Passes(),
             world_rank=0,
             world_size=size,
             seed=0,

@@ -11,7 +11,7 @@ import pytest
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
-from raysgd.trainer.lineage import earlier_checkpoints
+from raysgd.controller.journal.lineage import earlier_checkpoints
 
 
 def run(folder: Path, *numbers: int, resumed_from: str | None = None, train_func: str = "train") -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from raysgd.callbacks.base import Stop
@@ -11,6 +12,7 @@ from raysgd.callbacks.runner import CallbackRunner
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
+from raysgd.controller.journal.lineage import earlier_results
 from raysgd.controller.journal.outcome import outcome_error
 from raysgd.controller.rounds import Reduce, RoundMerger
 from raysgd.result import Event, RunInfo
@@ -44,6 +46,7 @@ class CallbackReader:
     ) -> None:
         self._runner = runner
         self._info = info
+        self._reduce = reduce
         self._merger = RoundMerger(reduce)
         self._stop = stop
         self._error_of = error_of
@@ -93,7 +96,8 @@ class CallbackReader:
 
     def _event(self, event: Event) -> Stop | None:
         if event.kind == "run_start":
-            self._info = describe_started(self._info, event)
+            info = describe_started(self._info, event)
+            self._info = replace(info, read_earlier=partial(earlier_results, info.run_dir, event.data, self._reduce))
             self._is_started = True
             return self._runner.start(self._info)
         return self._runner.event(event) if self._is_started else None

@@ -147,7 +147,10 @@ class Run:
     async def execute(self) -> None:
         """Execute the run; returns when it is closed."""
         if not self._previous.frames:
-            self._record_event(c.RecordEvent("run_start", {"name": self._info.name, "run_dir": self._info.run_dir}))
+            start = {"name": self._info.name, "run_dir": self._info.run_dir, "resumed_from": self._request.start.uri}
+            self._record_event(
+                c.RecordEvent("run_start", {**start, "train_func": self._request.description.get("train_func")})
+            )
         self._files.start()
         self._group.on_joining_worker(lambda: self._feed(c.JoiningWorkerReady()))
         self._group.on_wait = self.warn
@@ -565,11 +568,14 @@ def _group_failed(error: Exception) -> c.GroupFailed:
     return c.GroupFailed("WorkerError", f"workers could not start: {name}: {message}", can_retry=False)
 
 
+_NOT_SHOWN = ("started_s", "warnings", "read_earlier")
+
+
 def describe_run(request: RunRequest, info: RunInfo, group: WorkerGroup) -> dict[str, Any]:
     """Return the content of ``run.json``, secrets included."""
     found = [group.info(rank) for rank in range(group.size)]
     workers = [{"rank": rank, **(worker.to_dict() if worker is not None else {})} for rank, worker in enumerate(found)]
-    shown = {name: value for name, value in dataclasses.asdict(info).items() if name not in ("started_s", "warnings")}
+    shown = {name: value for name, value in dataclasses.asdict(info).items() if name not in _NOT_SHOWN}
     more = {"reduce": dict(request.reduce), "workers": workers, "started": info.started_s}
     more["resumed_from"] = request.start.uri
     return {**request.description, **shown, **more}

@@ -150,7 +150,7 @@ class Batches(Generic[T]):
                             batch, place = step
                             if self._transfer is not None:
                                 batch = self._transfer.finish(batch)
-                            iteration.consume(place)
+                            iteration.consume(place, batch)
                             iteration.is_finished = not loop.assignment.may_have_step(place)
                     if step is None:
                         return

@@ -1,7 +1,8 @@
 """The cursor of one dataset in one run: the only object that moves the position. Used in the worker's training thread.
 
-A batch is consumed when it is handed to the loop body. The epoch ends when its iterator is exhausted or closed, as by
-``break``. A checkpoint before that may be at the end of an epoch: a loop that resumes there finds no rows left in it.
+A batch is consumed when it is handed to the loop body; `HandedOut` knows of those that are read ahead. The epoch ends when its
+iterator is exhausted or closed, as by ``break``. A checkpoint before that may be at the end of an epoch: a loop that resumes
+there finds no rows left in it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.data.order.epoch_order import EpochOrder, Shuffle, layout_checksum
+from raysgd.data.order.handed_out import Passes
 from raysgd.data.order.position import Position
 from raysgd.data.order.stream_order import StreamOrder
 from raysgd.data.plan import UNKNOWN_ROWS, WINDOW_ROWS
@@ -24,14 +26,28 @@ class Cursor:
         seed: For the order of the epochs that begin here. An epoch that was begun before keeps its seed.
         position: Where to resume.
         window_rows: See `EpochOrder`.
+        passes: Shows the passes of models.
+
+    Attributes:
+        passes: As given.
+        handed_out: The batches that were handed out last.
 
     Raises:
         CheckpointError: The position is inside an epoch of another number of rows.
     """
 
     def __init__(
-        self, name: str, block_rows: Sequence[int], seed: int, position: Position, window_rows: int = WINDOW_ROWS
+        self,
+        name: str,
+        block_rows: Sequence[int],
+        seed: int,
+        position: Position,
+        window_rows: int = WINDOW_ROWS,
+        *,
+        passes: Passes | None = None,
     ) -> None:
+        self.passes = Passes() if passes is None else passes
+        self.handed_out = self.passes.follow(name)
         self.name = name
         self._window_rows = window_rows
         self._block_rows = block_rows
@@ -58,13 +74,21 @@ class Cursor:
         """Resume at ``position``. An iteration in progress ends."""
         self.check(position)
         self._position = position
+        self.handed_out.clear()
         self._iteration = None
         self._num_restores += 1
         self._num_retries = 0
 
     @property
     def position(self) -> Position:
+        """The position at which the loop continues to read."""
         return self._position
+
+    @property
+    def trained_position(self) -> Position:
+        """The position at which a training resumes: that before the batches that the loop has read ahead."""
+        unused = self.handed_out.first_unused()
+        return self._position if unused is None else unused
 
     @property
     def epoch(self) -> int:
@@ -134,6 +158,8 @@ class Cursor:
         )
 
     def _end_iteration(self, ends_epoch: bool) -> None:
+        if self._iteration is not None:
+            self.handed_out.end_iteration(is_whole=not self._iteration.start)
         self._iteration = None
         if ends_epoch:
             self._position = Position(epoch=self.epoch + 1)
@@ -145,8 +171,8 @@ class Cursor:
 class StreamCursor(Cursor):
     """The position in a lazy dataset, whose number of rows is unknown."""
 
-    def __init__(self, name: str, seed: int, position: Position) -> None:
-        super().__init__(name, (), seed, position)
+    def __init__(self, name: str, seed: int, position: Position, *, passes: Passes | None = None) -> None:
+        super().__init__(name, (), seed, position, passes=passes)
         self._num_rows = UNKNOWN_ROWS
 
     def check(self, position: Position) -> None:
@@ -193,9 +219,11 @@ class EpochIteration:
                 "has one position. To read the same rows in two loops at once, pass the dataset to run under two names."
             )
 
-    def consume(self, stop: int) -> None:
-        """Record that all ranks together have handed out everything before the place ``stop``."""
-        self._cursor._advance(stop, self.order)
+    def consume(self, stop: int, batch: Any = None) -> None:
+        """Record that all ranks together have handed out everything before the place ``stop``, this rank a batch of it."""
+        cursor = self._cursor
+        cursor.handed_out.add(cursor.passes.recognize(batch), cursor.position)
+        cursor._advance(stop, self.order)
 
     def end(self) -> None:
         """End the epoch, whether or not all of it was consumed."""

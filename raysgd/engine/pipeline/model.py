@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raysgd.engine.attached import AttachedForward
 from raysgd.engine.local_tensors import local_of
 from raysgd.engine.pipeline.chunks import BATCH_KEYS, Chunk, check_split, remove_others
 from raysgd.engine.pipeline.stages import V_SCHEDULES, StageSplit, read_model
 from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
 from raysgd.errors import ConfigError
+from raysgd.torch.attached import AttachedForward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

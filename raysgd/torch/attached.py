@@ -1,9 +1,10 @@
-"""What the engine attaches to a user's model, so that copies and pickles of the model are those of the model alone."""
+"""What is attached to a user's model, so that copies and pickles of the model are those of the model alone."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 
 class AttachedForward:
-    """A ``forward`` that the engine has put in the place of a module's own. A copy or a pickle has the module's own.
+    """A ``forward`` that was put in the place of a module's own. A copy or a pickle has the module's own.
 
     Args:
         original: The module's own ``forward``.
@@ -36,13 +37,17 @@ class AttachedHook(AttachedForward):
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__(_nothing, call)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (_NOTHING, "__exit__")
+
 
 def _same(value: Any) -> Any:
     return value
 
 
-def _nothing(*args: Any) -> None:
-    return None
+#: Its ``__exit__`` does nothing, and is unpickled also where raysgd is not installed.
+_NOTHING = nullcontext()
+_nothing = _NOTHING.__exit__
 
 
 def differentiable(tree: Any) -> list[torch.Tensor]:
