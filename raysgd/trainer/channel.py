@@ -35,7 +35,7 @@ from raysgd.controller.kv_store import (
 from raysgd.controller.requests import RunNotGiven, RunRequest, TrainerSettings, is_data_kept
 from raysgd.controller.watchdog import ASK_AGAIN_S, comes_back, prepare_process
 from raysgd.errors import ConfigError, RaySGDError, TrainerClosedError, UsageError, WorkerError
-from raysgd.workers.liveness.deaths import first_line
+from raysgd.workers.liveness.deaths import explain_failed_start, first_line
 from raysgd.workers.liveness.process_watch import CONTROLLER, ProcessWatch
 from raysgd.workers.liveness.watched import watched_actor
 from raysgd.workers.pickling import CallFailed, loads
@@ -210,7 +210,7 @@ class Channel:
                     continue
                 self.close()
                 self.is_gone = True
-                raise WorkerError(f"{CONTROLLER} is gone: {error}") from None
+                raise WorkerError(explain_failed_start(error) or f"{CONTROLLER} is gone: {error}") from None
 
     @property
     def has_lost_cluster(self) -> bool:
