@@ -119,13 +119,20 @@ def put_run(name: str, record: RunRecord) -> None:
         has_data = bool(task.datasets.sources) or small is not state
         request = replace(record.request, task=replace(task, datasets=NO_DATASETS, initial_state=small))
         record = replace(record, request=request, has_data=has_data)
-    _put(f"run/{name}", record)
+    _put(f"run/{name}", (record.run_dir, dumps(record)))
 
 
 def get_run(name: str) -> RunRecord | None:
     """Return the run that this Trainer executes, or executed last."""
-    record: RunRecord | None = _get(f"run/{name}")
+    found = _get(f"run/{name}")
+    record: RunRecord | None = None if found is None else loads(found[1])
     return record
+
+
+def get_run_dir(name: str) -> str | None:
+    """Return the folder of the run that a Trainer executes, or executed last. It may have another version of raysgd."""
+    found = _get(f"run/{name}")
+    return None if found is None else str(found[0])
 
 
 def put_attempt(name: str, record: AttemptRecord) -> None:

@@ -68,14 +68,15 @@ def wire_format(*kinds: type) -> str:
 def _list_records(values: Iterable[Any]) -> Iterator[Any]:
     for value in list(values):
         for kind in (value, *get_args(value)):  # a union names what a stream carries
-            if isinstance(kind, type) and _list_fields(kind) and kind.__module__.startswith("raysgd."):
+            is_record = isinstance(kind, type) and (is_dataclass(kind) or hasattr(kind, "_fields"))
+            if is_record and kind.__module__.startswith("raysgd."):
                 yield kind
 
 
 def _list_fields(kind: Any) -> list[str]:
     if is_dataclass(kind):
         return [f"{field.name}: {field.type}" for field in fields(kind)]
-    return list(getattr(kind, "_fields", ()))  # a named tuple
+    return list(kind._fields)  # a named tuple
 
 
 def why_refused(driver: Versions, theirs: Versions, who: str) -> str | None:
@@ -94,7 +95,7 @@ def why_refused(driver: Versions, theirs: Versions, who: str) -> str | None:
     if theirs.get("wire") == driver["wire"]:
         return None
     own, other = driver["raysgd"], theirs.get("raysgd")
-    wanted = f"raysgd=={own}" if own != other else f"the driver's build of raysgd {own}"
+    wanted = f"raysgd {own}" if own != other else f"the driver's build of raysgd {own}"
     return (
         f"raysgd {other} of {who} cannot work with raysgd {own} of the driver, because their wire formats differ "
         f"({theirs.get('wire')} and {driver['wire']}); install {wanted} there"

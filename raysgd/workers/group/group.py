@@ -299,6 +299,8 @@ class WorkerGroup:
                     self._avoided.refuse(worker.info, worker.refusal)
                     self._discard(worker)
                     del failed[worker]
+            for warning in self._avoided.take_warnings():  # at once: its ranks may wait for room elsewhere
+                self.on_wait(warning)
         for worker in failed:  # the next run tries again in a new process
             self._discard(worker)
         if failed:

@@ -63,7 +63,7 @@ def explain_failed_start(error: BaseException) -> str | None:
     ip = found[1] if (found := _IP.search(text)) else "an unknown node"
     return (
         f"the Python of a process on {ip} cannot load raysgd {__version__} of the driver ({cause}); install "
-        f"raysgd=={__version__} there"
+        f"raysgd {__version__} there"
     )
 
 
