@@ -114,12 +114,15 @@ class Channel:
         """Connect to the TrainerActor of a detached Trainer.
 
         Raises:
+            ConfigError: This process cannot work with the Trainer, because its versions differ.
             UsageError: There is no Trainer of that name.
         """
         name = find_alias(alias)
         try:
             if name is not None:
                 return cls(get_settings(name), ray.get_actor(name, namespace=NAMESPACE))
+        except ConfigError:
+            raise
         except (LookupError, ValueError):  # it was ended, or has died
             pass
         raise UsageError(
@@ -426,6 +429,8 @@ def _end_if_over(name: str) -> str | None:
     try:
         channel = Channel(get_settings(name), actor)
         status: Any = channel.call("status", timeout_s=_STATUS_TIMEOUT_S)
+    except ConfigError:  # another version of raysgd has it
+        return "not known"
     except (LookupError, RaySGDError):  # it is gone by now
         return None
     except RayError:

@@ -13,6 +13,7 @@ from raysgd.controller import kv_store
 from raysgd.controller.kv_store import SENT, Holder, get_run_dir, get_settings, list_holders, put_holder, put_settings
 from raysgd.controller.requests import TrainerSettings, TrainerSpec
 from raysgd.errors import ConfigError
+from raysgd.trainer import channel
 from raysgd.workers.versions import own_versions
 
 
@@ -22,8 +23,12 @@ class Store:
     def __init__(self) -> None:
         self.entries: dict[str, bytes] = {}
 
-    def _internal_kv_put(self, key: str, value: bytes, *, namespace: str) -> None:
-        self.entries[key] = value
+    def _internal_kv_put(self, key: str, value: bytes, overwrite: bool = True, *, namespace: str) -> bool:
+        """Return whether the key was there."""
+        has_key = key in self.entries
+        if overwrite or not has_key:
+            self.entries[key] = value
+        return has_key
 
     def _internal_kv_get(self, key: str, *, namespace: str) -> bytes | None:
         return self.entries.get(key)
@@ -72,3 +77,17 @@ def test_folder_of_a_run_is_known_without_reading_its_request(store: Store) -> N
     assert get_run_dir("t") is None
     store.entries["run/t"] = pickle.dumps(("/runs/a/run_001", b"another format"))
     assert get_run_dir("t") == "/runs/a/run_001"
+
+
+def test_trainer_of_another_version_is_neither_attached_to_nor_ended(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel.ray, "get_actor", lambda name, namespace: object())
+    put_settings(settings(wire="bbbb", raysgd="9.9"))
+    kv_store.claim_alias("digits", "t")
+    with pytest.raises(ConfigError, match=r"cannot work with raysgd 9\.9 of the driver"):
+        channel.Channel.attach("digits")
+    with pytest.raises(
+        ConfigError, match="a detached Trainer 'digits' is in this cluster already, and its run is not known"
+    ):
+        channel._claim("digits", "another")
