@@ -25,11 +25,12 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(240 * slowness())]
 def drive(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
     """Return a function that runs a scenario of `support.version_job`; it returns what the driver said, by its names."""
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("other_format", "other_version", "unusable"):
+    for name in ("other_format", "other_python", "other_version", "unusable"):
         shutil.copytree(ROOT / "raysgd", tmp_path / name / "raysgd", ignore=ignored)
     for name in ("other_format", "other_version"):
         _replace(tmp_path / name, __version__, "0.0.9")
     _replace(tmp_path / "other_format", "WorkerTask", "WorkerJob")
+    _replace(tmp_path / "other_python", "platform.python_version()", '"3.99.1"')  # no other Python is installed here
     (tmp_path / "unusable/raysgd/workers/process/actor.py").unlink()
 
     def run(scenario: str) -> dict[str, Any]:
@@ -67,6 +68,11 @@ def test_workers_of_another_environment_are_compared_at_the_start(drive: Callabl
         refused["error"],
     ), refused["error"]
     assert refused["num_failures"] == 0, "it is not retried as a death"
+    assert re.fullmatch(
+        r"WorkerError: Python 3\.99\.1 of the workers on \S+ \([\d.]+\) cannot work with Python (3\.\d+)\.\d+ of the driver; "
+        r"install Python \1 there",
+        said["other_python"]["error"],
+    ), said["other_python"]["error"]
     unusable = said["unusable"]
     assert f"cannot load raysgd {__version__} of the driver (ModuleNotFoundError" in unusable["error"]
     assert f"install raysgd {__version__} there" in unusable["error"]
@@ -88,6 +94,7 @@ def test_trainer_actor_in_another_environment_than_its_driver_is_refused(
 
 def test_node_with_another_raysgd_that_joins_a_run_is_not_used(drive: Callable[[str], dict[str, Any]]) -> None:
     said = drive("nodes")
+    assert said["brought"] == {"agents": ["1"], "warnings": [], "num_failures": 0}
     for what in ("grows", "replaces"):
         refused = [line for line in said[what]["warnings"] if "cannot work with" in line]
         assert len(refused) == 1, said[what]["warnings"]

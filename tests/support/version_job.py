@@ -1,6 +1,7 @@
 """A driver whose workers have another raysgd: ``python -m support.version_job SCENARIO FOLDER``, in an empty directory.
 
-The folder has copies of the package: ``other_format``, ``other_version`` and ``unusable``. Each result is a line of JSON.
+The folder has changed copies of the package: ``other_format``, ``other_python``, ``other_version`` and ``unusable``. Each
+result is a line of JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FOLDER = Path(sys.argv[2])
 
 
 def make_trainer(num_workers: int | tuple[int, int], package: str | None = None, **settings: Any) -> raysgd.Trainer:
-    env = {"env_vars": {"PYTHONPATH": str(FOLDER / package)}} if package else None
+    env = {"env_vars": {"PYTHONPATH": str(FOLDER / package)}} if package else None  # an absolute path stays as it is
     run = raysgd.RunConfig(storage_path=str(FOLDER / "runs"))
     return raysgd.Trainer(num_workers, backend="none", run_config=run, runtime_env=env, **settings)
 
@@ -48,7 +49,7 @@ def try_run(what: str, trainer: raysgd.Trainer) -> None:
 
 def run_at_start() -> None:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    for package in ("other_format", "unusable"):
+    for package in ("other_format", "other_python", "unusable"):
         with make_trainer(2, package) as trainer:
             try_run(package, trainer)
     with make_trainer(2, "other_version") as trainer:
@@ -74,10 +75,26 @@ def train_func(config: dict[str, Any]) -> None:
 
 
 def run_on_nodes() -> None:
-    """An elastic run grows, and a run of fixed size replaces a lost worker: a bad node joins first, then a good one."""
+    """A run brings its raysgd to a node that has none.
+
+    Then an elastic run grows, and a run of fixed size replaces a lost worker: a bad node joins first, then a good one.
+    """
     bad = {"PYTHONPATH": os.pathsep.join([str(FOLDER / "other_format"), os.environ["PYTHONPATH"]])}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     ray.init(address=cluster.address, log_to_driver=False)
+    unusable = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(FOLDER / "unusable")})
+    with make_trainer(
+        2, os.environ["PYTHONPATH"], failure_config=raysgd.FailureConfig(heartbeat_timeout_s=2)
+    ) as trainer:
+        end = FOLDER / "brought.end"
+        stream = trainer.run_generator(train_func, {"end": str(end)}, callbacks=[])
+        next(stream)
+        time.sleep(5)  # an agent that cannot start is started again every 0.5 s
+        actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+        end.touch()
+        stream.get_returns()
+        say("brought", trainer, agents=[name.rpartition("-")[2] for name in actors if "-agent-" in name])
+    cluster.remove_node(unusable)
     for what, num_workers in (("grows", (1, 2)), ("replaces", 2)):
         lost = cluster.add_node(num_cpus=1) if num_workers == 2 else None
         with make_trainer(num_workers) as trainer:

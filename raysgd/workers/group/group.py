@@ -109,7 +109,7 @@ class WorkerGroup:
         self._versions = VersionCheck(versions, WorkerActor)
         self._beginning: asyncio.Future[None] | None = None
         self.watch = ProcessWatch(failure.heartbeat_timeout_s)
-        self._agents = NodeAgents(name, self.watch)
+        self._agents = NodeAgents(name, self.watch, runtime_env)
         self.slots = WorkerSlots(name, slot_bundle(scaling), scaling.placement_strategy, existing)
         self._starter = WorkerStarter(
             name, scaling, backend, runtime_env, controller, self.slots.remove, self._versions.judge
