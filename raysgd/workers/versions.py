@@ -117,8 +117,8 @@ class VersionCheck:
     def __init__(self, driver: Versions, worker: type) -> None:
         self._driver = driver
         self._worker = worker
-        self._nodes: dict[tuple[str, str], list[str]] = {}  # by what differs from the driver
-        self._num_reported: dict[tuple[str, str], int] = {}
+        self._known: set[tuple[str, str, str]] = set()
+        self._new: dict[tuple[str, str], list[str]] = {}  # nodes, by what differs from the driver
 
     def judge(self, theirs: Versions, node: str) -> str | None:
         """Return why a worker of a node cannot work with the driver, or None; keep other differences for `take_warnings`."""
@@ -126,27 +126,21 @@ class VersionCheck:
         if (why := why_refused(needed, theirs, f"the workers on {node}")) is not None:
             return why
         for name, version in theirs.items():
-            if needed.get(name, version) != version:
-                nodes = self._nodes.setdefault((name, version), [])
-                if node not in nodes:
-                    nodes.append(node)
+            if needed.get(name, version) != version and (name, version, node) not in self._known:
+                self._known.add((name, version, node))
+                self._new.setdefault((name, version), []).append(node)
         return None
 
     def take_warnings(self) -> list[str]:
         """Return a line for each other difference, with its nodes; each node is named once."""
-        lines = []
-        for (name, version), nodes in self._nodes.items():
-            new = nodes[self._num_reported.get((name, version), 0) :]
-            self._num_reported[name, version] = len(nodes)
-            if new:
-                lines.append(
-                    f"{name} {version} of the workers on {name_some(new)} differs from {name} {self._driver[name]} of the "
-                    "driver: install the same version on all nodes"
-                )
-        return lines
+        new, self._new = self._new, {}
+        return [
+            f"{name} {version} of the workers on {_name_some(nodes)} differs from {name} {self._driver[name]} of the driver: "
+            "install the same version on all nodes"
+            for (name, version), nodes in new.items()
+        ]
 
 
-def name_some(nodes: list[str]) -> str:
-    """Return the names of some nodes, and the number of the others."""
+def _name_some(nodes: list[str]) -> str:
     named = ", ".join(nodes[:_MAX_NAMED])
     return named if len(nodes) <= _MAX_NAMED else f"{named} and {len(nodes) - _MAX_NAMED} more"

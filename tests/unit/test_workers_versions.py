@@ -40,8 +40,15 @@ def test_wire_format_knows_what_workers_are_sent_and_send() -> None:
     assert {"TrainerSettings", "RunRequest", "Frame", "WorkerTask"} <= {one.__name__ for one in find_records(*SENT)}
 
 
-@pytest.mark.parametrize("change", ["renamed", "another field", "without its first field", "another type"])
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+@pytest.mark.parametrize(
+    ("record", "change"),
+    [
+        pytest.param(record, change, id=f"{record.__name__}, {change}")
+        for record in RECORDS
+        for change in ("renamed", "another field", "without its first field", "another type")
+        if change != "another type" or not hasattr(record, "_fields")  # a named tuple travels without types
+    ],
+)
 def test_wire_format_changes_with_each_record(record: Any, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wire_format = versions.wire_format.__wrapped__
     before = wire_format(WorkerActor)
@@ -49,8 +56,6 @@ def test_wire_format_changes_with_each_record(record: Any, change: str, monkeypa
     fields = {field.partition(": ")[0]: field.partition(": ")[2] for field in versions._list_fields(record)}
     first = next(iter(fields), "")
     if change == "another type":
-        if is_tuple:
-            pytest.skip("a named tuple travels without types")
         fields[first or "first"] = "complex"
     elif change == "another field":
         fields["new"] = "int"

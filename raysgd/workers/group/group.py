@@ -229,11 +229,12 @@ class WorkerGroup:
             await self._take_joining_workers()
         await self._replace_used_processes()
         await self._start_missing()
-        await self._wait_loaded()
-        while vacant := self._vacant_ranks():
-            for rank in vacant:
+        while True:
+            for rank in self._vacant_ranks():
                 self._members[rank] = await self._reserve.find()
             await self._wait_loaded()
+            if not self._vacant_ranks():
+                break
         if not self._has_formed and not keep_size:
             await self._joining.wait_for_first()
             await self._take_joining_workers()
@@ -305,11 +306,7 @@ class WorkerGroup:
             self._discard(worker)
         if failed:
             first, problem = next(iter(failed.items()))
-            where = f"worker on {first.node}" if first.refusal is None else ""
-            others = {worker.node for worker in failed} - {first.node}
-            also = f"{len(others)} other nodes have problems too" if others else ""
-            notes = "; ".join(filter(None, (where, also)))
-            raise WorkerError(f"{problem} ({notes})" if notes else problem)
+            raise WorkerError(f"{problem} (worker on {first.node})" if first.refusal is None else problem)
 
     def _assign_members(self) -> None:
         """Give every process its ranks; once the group has formed, a replacement has the rank of the worker it replaces."""
