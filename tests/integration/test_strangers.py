@@ -1,4 +1,4 @@
-"""Strangers connect to every port of a run: the run goes on, and what raysgd opens answers nothing."""
+"""Strangers connect to every port of a run: the run continues, and what raysgd opens answers nothing."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def test_strangers_at_every_port_learn_nothing_and_stop_nothing(
         attacks = [(ip, port, how) for ip, port in ports for how in ATTACKS]
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda attack: send(*attack[:2], ATTACKS[attack[2]]), attacks))
-        told = {attack: answer for attack, answer in zip(attacks, answers, strict=True) if answer}
-        assert not [attack for attack in told if attack[:2] == (endpoint.host, endpoint.port)], told
+        answered = {attack: answer for attack, answer in zip(attacks, answers, strict=True) if answer}
+        assert not [attack for attack in answered if attack[:2] == (endpoint.host, endpoint.port)], answered
         for ip, port in ports:
             for _ in range(NUM_AT_ONCE):
                 silent.enter_context(reach(ip, port))

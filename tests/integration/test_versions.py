@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(240 * slowness())]
 
 @pytest.fixture
 def drive(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
-    """Return a function that runs a scenario of `support.version_job`; it returns what the driver said, by its names."""
+    """Return a function that runs a scenario of `support.version_job`; it returns what the driver printed, by name."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("other_format", "other_python", "other_version", "unusable"):
         shutil.copytree(ROOT / "raysgd", tmp_path / name / "raysgd", ignore=ignored)
@@ -45,8 +45,8 @@ def drive(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
             timeout=220 * slowness(),
         )
         assert done.returncode == 0, done.stdout + done.stderr[-5000:]
-        said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"what"')]
-        return {values.pop("what"): values for values in said}
+        printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"what"')]
+        return {values.pop("what"): values for values in printed}
 
     return run
 
@@ -59,8 +59,8 @@ def _replace(folder: Path, old: str, new: str) -> None:
 
 
 def test_workers_of_another_environment_are_compared_at_the_start(drive: Callable[[str], dict[str, Any]]) -> None:
-    said = drive("start")
-    refused = said["other_format"]
+    printed = drive("start")
+    refused = printed["other_format"]
     assert re.fullmatch(
         rf"WorkerError: raysgd 0\.0\.9 of the workers on \S+ \([\d.]+\) cannot work with raysgd {re.escape(__version__)} of the "
         r"driver, because their wire formats differ \(\w{8} and \w{8}\); "
@@ -71,13 +71,13 @@ def test_workers_of_another_environment_are_compared_at_the_start(drive: Callabl
     assert re.fullmatch(
         r"WorkerError: Python 3\.99\.1 of the workers on \S+ \([\d.]+\) cannot work with Python (3\.\d+)\.\d+ of the driver; "
         r"install Python \1 there",
-        said["other_python"]["error"],
-    ), said["other_python"]["error"]
-    unusable = said["unusable"]
+        printed["other_python"]["error"],
+    ), printed["other_python"]["error"]
+    unusable = printed["unusable"]
     assert f"cannot load raysgd {__version__} of the driver (ModuleNotFoundError" in unusable["error"]
     assert f"install raysgd {__version__} there" in unusable["error"]
     assert unusable["num_failures"] == 0
-    first, again = said["other_version"], said["other_version again"]
+    first, again = printed["other_version"], printed["other_version again"]
     assert "other_version" in first["returned"] and "other_version" in again["returned"]
     (warning,) = first["warnings"]
     assert warning.startswith("raysgd 0.0.9 of the workers on ")
@@ -93,11 +93,11 @@ def test_trainer_actor_in_another_environment_than_its_driver_is_refused(
 
 
 def test_node_with_another_raysgd_that_joins_a_run_is_not_used(drive: Callable[[str], dict[str, Any]]) -> None:
-    said = drive("nodes")
-    assert said["brought"] == {"agents": ["1"], "warnings": [], "num_failures": 0}
+    printed = drive("nodes")
+    assert printed["brought"] == {"agents": ["1"], "warnings": [], "num_failures": 0}
     for what in ("grows", "replaces"):
         refused = [line for line in said[what]["warnings"] if "cannot work with" in line]
         assert len(refused) == 1, said[what]["warnings"]
         assert "is not used until its Ray is started again: raysgd 0.0.9 of the workers on " in refused[0]
-    assert said["grows"]["num_failures"] == 0
-    assert said["replaces"]["num_failures"] == 1, "the node that was removed"
+    assert printed["grows"]["num_failures"] == 0
+    assert printed["replaces"]["num_failures"] == 1, "the node that was removed"

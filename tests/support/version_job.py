@@ -31,7 +31,7 @@ def where() -> str:
     return raysgd.__file__
 
 
-def say(what: str, trainer: raysgd.Trainer | None = None, **values: Any) -> None:
+def show(what: str, trainer: raysgd.Trainer | None = None, **values: Any) -> None:
     if trainer is not None and trainer.run_dir is not None:
         events = raysgd.load_run(trainer.run_dir).events
         values["warnings"] = [data["message"] for data in events[events["kind"] == "warning"]["data"]]
@@ -42,9 +42,9 @@ def say(what: str, trainer: raysgd.Trainer | None = None, **values: Any) -> None
 def try_run(what: str, trainer: raysgd.Trainer) -> None:
     begin = time.monotonic()
     try:
-        say(what, trainer, returned=trainer.run(where, callbacks=[]))
+        show(what, trainer, returned=trainer.run(where, callbacks=[]))
     except raysgd.errors.RaySGDError as error:
-        say(what, trainer, error=f"{type(error).__name__}: {error}", took_s=time.monotonic() - begin)
+        show(what, trainer, error=f"{type(error).__name__}: {error}", took_s=time.monotonic() - begin)
 
 
 def run_at_start() -> None:
@@ -93,7 +93,7 @@ def run_on_nodes() -> None:
         actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
         end.touch()
         stream.get_returns()
-        say("brought", trainer, agents=[name.rpartition("-")[2] for name in actors if "-agent-" in name])
+        show("brought", trainer, agents=[name.rpartition("-")[2] for name in actors if "-agent-" in name])
     cluster.remove_node(unusable)
     for what, num_workers in (("grows", (1, 2)), ("replaces", 2)):
         lost = cluster.add_node(num_cpus=1) if num_workers == 2 else None
@@ -110,7 +110,7 @@ def run_on_nodes() -> None:
                 pass
             end.touch()
             stream.get_returns()
-            say(what, trainer)
+            show(what, trainer)
         for node in nodes:
             cluster.remove_node(node)
 
