@@ -81,7 +81,7 @@ def test_workers_of_another_environment_are_compared_at_the_start(drive: Callabl
     assert "other_version" in first["returned"] and "other_version" in again["returned"]
     (warning,) = first["warnings"]
     assert warning.startswith("raysgd 0.0.9 of the workers on ")
-    assert again["warnings"] == [], "it was said already"
+    assert again["warnings"] == [], "it was reported already"
 
 
 def test_trainer_actor_in_another_environment_than_its_driver_is_refused(
@@ -92,12 +92,17 @@ def test_trainer_actor_in_another_environment_than_its_driver_is_refused(
     assert f"install raysgd {__version__} there" in refused["error"]
 
 
-def test_node_with_another_raysgd_that_joins_a_run_is_not_used(drive: Callable[[str], dict[str, Any]]) -> None:
-    printed = drive("nodes")
-    assert printed["brought"] == {"agents": ["1"], "warnings": [], "num_failures": 0}
-    for what in ("grows", "replaces"):
-        refused = [line for line in said[what]["warnings"] if "cannot work with" in line]
-        assert len(refused) == 1, said[what]["warnings"]
-        assert "is not used until its Ray is started again: raysgd 0.0.9 of the workers on " in refused[0]
-    assert printed["grows"]["num_failures"] == 0
-    assert printed["replaces"]["num_failures"] == 1, "the node that was removed"
+def test_run_brings_its_raysgd_to_a_node_that_has_none(drive: Callable[[str], dict[str, Any]]) -> None:
+    """The agent on that node has the workers' environment too, and is started once."""
+    assert drive("brings")["brings"] == {"agents": ["1"], "warnings": [], "num_failures": 0}
+
+
+@pytest.mark.parametrize(("scenario", "num_failures"), [("grows", 0), ("replaces", 1)])
+def test_node_with_another_raysgd_that_joins_a_run_is_not_used(
+    drive: Callable[[str], dict[str, Any]], scenario: str, num_failures: int
+) -> None:
+    """An elastic run grows elsewhere; a run of fixed size whose node was removed replaces its worker elsewhere."""
+    printed = drive(scenario)["joins"]
+    (refused,) = [line for line in printed["warnings"] if "cannot work with" in line]
+    assert "is not used until its Ray is started again: raysgd 0.0.9 of the workers on " in refused
+    assert printed["num_failures"] == num_failures

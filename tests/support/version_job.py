@@ -74,45 +74,46 @@ def train_func(config: dict[str, Any]) -> None:
             return
 
 
-def run_on_nodes() -> None:
-    """A run brings its raysgd to a node that has none.
-
-    Then an elastic run grows, and a run of fixed size replaces a lost worker: a bad node joins first, then a good one.
-    """
-    bad = {"PYTHONPATH": os.pathsep.join([str(FOLDER / "other_format"), os.environ["PYTHONPATH"]])}
+def start_cluster() -> Cluster:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     ray.init(address=cluster.address, log_to_driver=False)
-    unusable = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(FOLDER / "unusable")})
-    with make_trainer(
-        2, os.environ["PYTHONPATH"], failure_config=raysgd.FailureConfig(heartbeat_timeout_s=2)
-    ) as trainer:
-        end = FOLDER / "brought.end"
+    return cluster
+
+
+def run_with_its_own_raysgd() -> None:
+    """A run brings its raysgd to a node that has none."""
+    start_cluster().add_node(num_cpus=1, env_vars={"PYTHONPATH": str(FOLDER / "unusable")})
+    failure = raysgd.FailureConfig(heartbeat_timeout_s=2)
+    with make_trainer(2, os.environ["PYTHONPATH"], failure_config=failure) as trainer:
+        end = FOLDER / "end"
         stream = trainer.run_generator(train_func, {"end": str(end)}, callbacks=[])
         next(stream)
         time.sleep(5)  # an agent that cannot start is started again every 0.5 s
         actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
         end.touch()
         stream.get_returns()
-        show("brought", trainer, agents=[name.rpartition("-")[2] for name in actors if "-agent-" in name])
-    cluster.remove_node(unusable)
-    for what, num_workers in (("grows", (1, 2)), ("replaces", 2)):
-        lost = cluster.add_node(num_cpus=1) if num_workers == 2 else None
-        with make_trainer(num_workers) as trainer:
-            end = FOLDER / f"{what}.end"
-            stream = trainer.run_generator(train_func, {"end": str(end)}, callbacks=[])
-            next(stream)
-            nodes = [cluster.add_node(num_cpus=1, env_vars=bad)]
-            if lost is not None:
-                cluster.remove_node(lost)
-            _wait_until_refused(trainer)
-            nodes.append(cluster.add_node(num_cpus=1))
-            while (result := next(stream))["attempt"] == 1 or result["size"] == 1:
-                pass
-            end.touch()
-            stream.get_returns()
-            show(what, trainer)
-        for node in nodes:
-            cluster.remove_node(node)
+        show("brings", trainer, agents=[name.rpartition("-")[2] for name in actors if "-agent-" in name])
+
+
+def run_with_nodes_that_join(num_workers: int | tuple[int, int]) -> None:
+    """An elastic run grows, or a run of fixed size replaces a lost worker: a bad node joins first, then a good one."""
+    cluster = start_cluster()
+    lost = cluster.add_node(num_cpus=1) if num_workers == 2 else None
+    with make_trainer(num_workers) as trainer:
+        end = FOLDER / "end"
+        stream = trainer.run_generator(train_func, {"end": str(end)}, callbacks=[])
+        next(stream)
+        path = os.pathsep.join([str(FOLDER / "other_format"), os.environ["PYTHONPATH"]])
+        cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": path})
+        if lost is not None:
+            cluster.remove_node(lost)
+        _wait_until_refused(trainer)
+        cluster.add_node(num_cpus=1)
+        while (result := next(stream))["attempt"] == 1 or result["size"] == 1:
+            pass
+        end.touch()
+        stream.get_returns()
+        show("joins", trainer)
 
 
 def _wait_until_refused(trainer: raysgd.Trainer) -> None:
@@ -125,7 +126,13 @@ def _wait_until_refused(trainer: raysgd.Trainer) -> None:
     raise TimeoutError("no node was refused")
 
 
+SCENARIOS = {
+    "start": run_at_start,
+    "program": run_with_another_environment_for_the_program,
+    "brings": run_with_its_own_raysgd,
+    "grows": lambda: run_with_nodes_that_join((1, 2)),
+    "replaces": lambda: run_with_nodes_that_join(2),
+}
+
 if __name__ == "__main__":
-    {"start": run_at_start, "program": run_with_another_environment_for_the_program, "nodes": run_on_nodes}[
-        sys.argv[1]
-    ]()
+    SCENARIOS[sys.argv[1]]()
