@@ -82,7 +82,7 @@ def test_folder_of_a_run_is_known_without_reading_its_request(store: Store) -> N
 def test_trainer_of_another_version_is_neither_attached_to_nor_ended(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel.ray, "get_actor", lambda name, namespace: object())
+    monkeypatch.setattr("ray.get_actor", lambda name, namespace: object())
     put_settings(settings(wire="bbbb", raysgd="9.9"))
     kv_store.claim_alias("digits", "t")
     with pytest.raises(ConfigError, match=r"cannot work with raysgd 9\.9 of the driver"):

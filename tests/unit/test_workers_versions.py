@@ -13,7 +13,7 @@ from raysgd.controller.kv_store import SENT
 from raysgd.workers import versions
 from raysgd.workers.orders import WorkerTask
 from raysgd.workers.process.actor import WorkerActor
-from raysgd.workers.versions import VersionCheck, own_versions, why_refused
+from raysgd.workers.versions import VersionCheck, own_versions, why_refused, wire_format
 
 DRIVER = {"wire": "aaaa", "raysgd": "1.2.0", "python": "3.11.7", "ray": "2.60.0", "torch": "2.13.0"}
 
@@ -50,8 +50,7 @@ def test_wire_format_knows_what_workers_are_sent_and_send() -> None:
     ],
 )
 def test_wire_format_changes_with_each_record(record: Any, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wire_format = versions.wire_format.__wrapped__
-    before = wire_format(WorkerActor)
+    before = versions.wire_format.__wrapped__(WorkerActor)
     is_tuple = hasattr(record, "_fields")
     fields = {field.partition(": ")[0]: field.partition(": ")[2] for field in versions._list_fields(record)}
     first = next(iter(fields), "")
@@ -68,20 +67,19 @@ def test_wire_format_changes_with_each_record(record: Any, change: str, monkeypa
         for attribute, value in list(vars(module).items()):
             if value is record:
                 monkeypatch.setattr(module, attribute, other)
-    assert wire_format(WorkerActor) != before
+    assert versions.wire_format.__wrapped__(WorkerActor) != before
 
 
 def test_wire_format_changes_with_the_calls_of_workers() -> None:
-    class Other(WorkerActor):
-        pass
+    def like_workers(**others: Any) -> str:
+        methods = {name: value for name, value in vars(WorkerActor).items() if callable(value)}
+        return wire_format(type("Other", (), {**methods, **others, "__module__": WorkerActor.__module__}))
 
-    Other.__module__ = WorkerActor.__module__
-    for name, value in vars(WorkerActor).items():
-        setattr(Other, name, value) if callable(value) else None
-    same = versions.wire_format.__wrapped__(Other)
-    assert same == versions.wire_format(WorkerActor)
-    Other.reach = lambda self, parts: True  # type: ignore[assignment,misc]
-    assert versions.wire_format.__wrapped__(Other) != same
+    same = wire_format(WorkerActor)
+    assert like_workers() == same
+    assert like_workers(_private=lambda self: None) == same, "others do not call it"
+    assert like_workers(reach=lambda self, parts: True) != same
+    assert like_workers(added=lambda self: None) != same
 
 
 def test_versions_of_this_process_import_no_framework() -> None:
