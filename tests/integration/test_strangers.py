@@ -65,14 +65,14 @@ def find_ports() -> dict[tuple[str, int], str]:
     return found
 
 
-def reach(ip: str, port: int) -> socket.socket:
-    """Connect to a port; from every interface if it listens on all."""
-    return socket.create_connection(({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(ip, ip), port), 5)
+def reach(ip: str, port: int, timeout_s: float = 5.0) -> socket.socket:
+    """Connect to a port; by the loopback if it listens on all interfaces."""
+    return socket.create_connection(({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(ip, ip), port), timeout_s)
 
 
 def send(ip: str, port: int, data: bytes) -> bytes | None:
     """Send data; return what the port answers, nothing if it hangs up, or None if it says nothing for a while."""
-    with contextlib.suppress(ConnectionError), reach(ip, port) as link:
+    with contextlib.suppress(OSError), reach(ip, port) as link:
         link.sendall(data)
         link.settimeout(SILENT_S)
         try:
@@ -107,15 +107,19 @@ def test_strangers_at_every_port_learn_nothing_and_stop_nothing(
     assert (endpoint.host, endpoint.port) in ports
     with contextlib.ExitStack() as silent:
         for ip, port in ports:
-            silent.enter_context(reach(ip, port))
+            with contextlib.suppress(OSError):
+                silent.enter_context(reach(ip, port))
         attacks = [(ip, port, how) for ip, port in ports for how in ATTACKS]
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda attack: send(*attack[:2], ATTACKS[attack[2]]), attacks))
         answered = {attack: answer for attack, answer in zip(attacks, answers, strict=True) if answer}
         assert not [attack for attack in answered if attack[:2] == (endpoint.host, endpoint.port)], answered
         for ip, port in ports:
-            for _ in range(NUM_AT_ONCE):
-                silent.enter_context(reach(ip, port))
+            is_own = (ip, port) == (endpoint.host, endpoint.port)
+            # Those of Ray that serve one connection after another accept no more, because the first one is silent.
+            with contextlib.nullcontext() if is_own else contextlib.suppress(OSError):
+                for _ in range(NUM_AT_ONCE):
+                    silent.enter_context(reach(ip, port, 10 if is_own else 0.5))
         for _ in range(20):  # they do not keep others from being served
             assert next(stream)["total"] == (2 if backend == "torch" else 1)
         (tmp_path / "end").touch()
