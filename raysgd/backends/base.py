@@ -6,7 +6,8 @@ must not import the framework. Its `Backend` is created once in each worker proc
 The order of calls in a worker, and the thread that makes each call::
 
     load()                       a thread of its own, once; importing the framework may take seconds
-    open_rendezvous(ip)          rank 0 only, after all workers have loaded: an earlier death costs nobody a timeout
+    open_rendezvous(ip)          rank 0 only (all ranks if `BackendConfig.opens_on_all_ranks`), after all workers have loaded: an
+                                 earlier death costs nobody a timeout
     init_process_group(member)   the training thread, on all ranks at once
       ... train_func ...
     destroy_process_group()      the training thread if train_func failed, any thread after all ranks returned; later, or not at
@@ -36,7 +37,8 @@ class Member:
     """A worker's place in the process group of an attempt.
 
     Attributes:
-        rendezvous: The value that `Backend.open_rendezvous` on rank 0, or `Coordinator.open_rendezvous`, returned.
+        rendezvous: The value that `Backend.open_rendezvous` on rank 0, or `Coordinator.open_rendezvous`, returned. With
+            `BackendConfig.opens_on_all_ranks` it is JSON, the list of the values of all ranks.
         node_ip: This worker's address, the only one that its servers may bind.
         has_gpu: Whether the workers were given GPUs.
         shares_gpu: Whether several workers may use the same GPU: each was given a fraction of one, or they have MIG devices.
@@ -74,6 +76,8 @@ class BackendConfig(ABC):
     name: ClassVar[str]
     #: Whether the workers of a node must see each other's GPUs in ``CUDA_VISIBLE_DEVICES``.
     shows_node_gpus: ClassVar[bool] = False
+    #: Whether `Backend.open_rendezvous` is called on all ranks, and not on rank 0 alone.
+    opens_on_all_ranks: ClassVar[bool] = False
     #: Whether this backend has a `Coordinator`.
     has_coordinator: ClassVar[bool] = False
     #: Whether an elastic group of a run that saves no checkpoints grows at once, by a new attempt. Otherwise it stays as it is.
@@ -141,7 +145,7 @@ class Backend(ABC):
     def open_rendezvous(self, node_ip: str) -> str:
         """Open the place where the members meet, bound to ``node_ip``; return the value of `Member.rendezvous`.
 
-        ``node_ip`` is the address of rank 0's node, or a loopback address if all members are on that node. It may be called
+        ``node_ip`` is the address of this rank's node, or a loopback address if all members are on that node. It may be called
         again before `init_process_group`: then nobody meets at the earlier place.
         """
         return ""

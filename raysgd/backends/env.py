@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from raysgd._util.imports import imported
+from raysgd.backends.addresses import address_family, find_interface
 from raysgd.backends.base import Backend, BackendConfig, Member
-from raysgd.backends.rendezvous import address_family, find_interface
 from raysgd.backends.torch import is_error_of_group, model_reducers
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_count

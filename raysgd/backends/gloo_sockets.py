@@ -96,7 +96,7 @@ def _shut_down_all(is_chosen: Callable[[Address, Address], bool]) -> int:
 def _sockets() -> list[Any]:
     try:
         import psutil
-    except ImportError:  # as in `raysgd.backends.rendezvous.find_interface`
+    except ImportError:  # as in `raysgd.backends.addresses.find_interface`
         return []
     # The kernel's list. A socket object for a descriptor would make it non-blocking if Python's sockets have a default timeout.
     with contextlib.suppress(psutil.Error, OSError):

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Literal
 import psutil
 
 from raysgd.backends import torch_compiler
+from raysgd.backends.addresses import find_interface
 from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member
 from raysgd.backends.gloo_sockets import GlooConnections, list_connections
-from raysgd.backends.rendezvous import find_interface
 from raysgd.backends.tensorflow import use_legacy_keras
 from raysgd.backends.torch import tensor_reducers
 from raysgd.config.argument_names import refuse_unknown_fields

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from raysgd.backends.addresses import find_free_address
 from raysgd.backends.base import Backend, BackendConfig, Coordinator, Member, refuse_shared_gpu
 from raysgd.backends.gloo_sockets import Address, GlooListeners, list_listeners
-from raysgd.backends.rendezvous import find_free_address
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_bool, check_choice, check_count
 from raysgd.errors import ConfigError

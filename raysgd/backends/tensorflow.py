@@ -13,13 +13,13 @@ import gc
 import importlib.util
 import json
 import os
+import socket
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from raysgd.backends.addresses import address_of, reserve_port
 from raysgd.backends.base import Backend, BackendConfig, Member
-from raysgd.backends.rendezvous import RendezvousPoint, find_free_address
 from raysgd.config.argument_names import refuse_unknown_fields
-from raysgd.config.checks import check_amount
 
 #: The status code of gRPC and TensorFlow.
 _UNAVAILABLE = 14
@@ -41,16 +41,12 @@ class TensorflowConfig(BackendConfig):
             discard their TensorFlow context and continue, which takes half a second; objects of the old context, such as a
             model in a global variable, are invalid then. A process is replaced after four groups all the same, because
             TensorFlow leaves threads behind.
-        init_timeout_s: The time for all members to meet.
     """
 
     name: ClassVar[str] = "tensorflow"
+    opens_on_all_ranks: ClassVar[bool] = True
     legacy_keras: bool = True
     replace_workers: bool = False
-    init_timeout_s: float = 30
-
-    def __post_init__(self) -> None:
-        check_amount("TensorflowConfig(init_timeout_s)", self.init_timeout_s, positive=True)
 
     @property
     def can_rejoin(self) -> bool:
@@ -65,7 +61,7 @@ class TensorflowBackend(Backend):
 
     def __init__(self, config: TensorflowConfig) -> None:
         self._config = config
-        self._rendezvous = RendezvousPoint()
+        self._port: socket.socket | None = None
         self._has_joined = False
         self._num_groups = 0
 
@@ -88,7 +84,9 @@ class TensorflowBackend(Backend):
             _ = tf.keras.layers.Dense  # Keras is imported on first access
 
     def open_rendezvous(self, node_ip: str) -> str:
-        return self._rendezvous.open(node_ip)
+        self._release_port()
+        self._port = reserve_port(node_ip)
+        return address_of(self._port)
 
     def should_replace_process(self) -> bool:
         return self._num_groups >= _MAX_GROUPS
@@ -96,12 +94,13 @@ class TensorflowBackend(Backend):
     def init_process_group(self, member: Member) -> None:
         self._has_joined = True
         self._num_groups += 1
-        addresses = self._rendezvous.exchange(member, find_free_address(member.node_ip), self._config.init_timeout_s)
-        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": member.rank}}
+        self._release_port()  # for the server of the strategy that train_func makes; TensorFlow's gRPC shares no ports
+        workers = json.loads(member.rendezvous)
+        cluster = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": member.rank}}
         os.environ["TF_CONFIG"] = json.dumps(cluster)
 
     def destroy_process_group(self) -> None:
-        self._rendezvous.close()
+        self._release_port()
         os.environ.pop("TF_CONFIG", None)
         if self._has_joined and not self._config.replace_workers:
             import tensorflow as tf
@@ -112,6 +111,11 @@ class TensorflowBackend(Backend):
             context._reset_context()
             gc.collect()
         self._has_joined = False
+
+    def _release_port(self) -> None:
+        if self._port is not None:
+            self._port.close()
+            self._port = None
 
     def abort_process_group(self) -> None:
         from tensorflow.python.eager import context  # TensorFlow has no public way to abort collectives

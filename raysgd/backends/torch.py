@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 from raysgd._util.imports import imported
 from raysgd._util.text import with_article
 from raysgd.backends import torch_compiler, torch_groups, torch_scripts, torch_transfers
+from raysgd.backends.addresses import address_family, find_interface
 from raysgd.backends.base import Backend, BackendConfig, Member, refuse_shared_gpu
 from raysgd.backends.flight_recorder import FlightRecord, display_name, last_of_each_group, read_collectives
-from raysgd.backends.rendezvous import address_family, find_interface
 from raysgd.backends.torch_exchange import ExchangeWatch
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_choice

@@ -60,7 +60,7 @@ class TrainerActor(Watched):
 
     def __init__(self) -> None:
         here = ray.get_runtime_context()
-        self._settings = settings = get_settings(here.get_actor_name() or "")
+        self._settings = settings = get_settings(here.get_actor_name() or "", "the TrainerActor")
         self._me = here.current_actor
         with warnings.catch_warnings():  # Ray itself uses a name here that it has deprecated
             warnings.simplefilter("ignore")
@@ -75,6 +75,7 @@ class TrainerActor(Watched):
             controller=settings.name,
             runtime_env=settings.spec.runtime_env,
             existing=settings.room,
+            versions=settings.versions,
             explain_missing=partial(explain_missing, settings.name, settings.spec.scaling),
         )
         self._guards: dict[str, Any] = {}

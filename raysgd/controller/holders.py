@@ -17,7 +17,7 @@ import ray
 from ray.util import placement_group_table
 
 from raysgd.config import ScalingConfig
-from raysgd.controller.kv_store import Holder, get_run, list_holders
+from raysgd.controller.kv_store import Holder, get_run_dir, list_holders
 from raysgd.controller.requests import TrainerSettings
 from raysgd.workers.placement.capacity import Holding, explain_wait
 from raysgd.workers.placement.cluster import list_nodes
@@ -91,8 +91,8 @@ def _sum(groups: list[Mapping[str, Any]]) -> dict[str, float]:
 
 def _run_of(name: str) -> str | None:
     """Return the last two parts of the run's folder, which a user knows it by."""
-    record = get_run(name)
-    return None if record is None else "/".join(record.run_dir.partition("?")[0].rstrip("/").split("/")[-2:])
+    run_dir = get_run_dir(name)
+    return None if run_dir is None else "/".join(run_dir.partition("?")[0].rstrip("/").split("/")[-2:])
 
 
 def _describe_program() -> str:

@@ -7,6 +7,7 @@ the TrainerActor's process (doc/design/0010).
 
 from __future__ import annotations
 
+import socket
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,12 +15,17 @@ from typing import Any
 import ray
 from ray.experimental import internal_kv
 
+from raysgd.controller.frames import Frame
 from raysgd.controller.requests import RunRequest, TrainerSettings
 from raysgd.controller.run_plan import AttemptRecord
 from raysgd.data.plan import NO_DATASETS
+from raysgd.errors import ConfigError
 from raysgd.workers.pickling import dumps, loads
 from raysgd.workers.placement.cluster import NAMESPACE
+from raysgd.workers.versions import decisive_versions, why_refused
 
+#: What drivers and TrainerActors send each other; their wire format is that of these classes.
+SENT = (TrainerSettings, RunRequest, Frame)
 #: Settings of this age without a TrainerActor are left over, because the actor is created right after they are stored.
 _ORPHAN_S = 3600.0
 #: The TrainerActor of settings that are younger may still be starting.
@@ -45,8 +51,8 @@ class RunRecord:
 
 
 def put_settings(settings: TrainerSettings) -> None:
-    """Store the settings, before the actor is made."""
-    _put(f"settings/{settings.name}", (time.time(), settings))
+    """Store the settings, before the actor is made. A process with another version of raysgd can read all but the last item."""
+    _put(f"settings/{settings.name}", (time.time(), settings.alias, dict(settings.versions), dumps(settings)))
 
 
 @dataclass(frozen=True)
@@ -69,26 +75,32 @@ class Holder:
 
 
 def put_holder(holder: Holder) -> None:
-    """Store the description of a Trainer."""
-    _put(f"holder/{holder.name}", holder)
+    """Store the description of a Trainer, as built-in types: another version of raysgd may read it."""
+    _put(f"holder/{holder.name}", vars(holder))
 
 
 def list_holders() -> list[Holder]:
     """Return the Trainers of all programs on the cluster, also of some that are over."""
     keys = internal_kv._internal_kv_list("holder/", namespace=NAMESPACE)
-    return [found for key in keys if (found := _get(key.decode())) is not None]
+    held = [found for key in keys if (found := _get(key.decode())) is not None]
+    known = Holder.__dataclass_fields__
+    return [Holder(**{name: value for name, value in found.items() if name in known}) for found in held]
 
 
-def get_settings(name: str) -> TrainerSettings:
-    """Return the settings of the Trainer of this unique name.
+def get_settings(name: str, who: str = "this program") -> TrainerSettings:
+    """Return the settings of the Trainer of this unique name. ``who`` is this process, for messages.
 
     Raises:
         LookupError: There are none.
+        ConfigError: This process cannot work with the driver that stored them, because its versions differ.
     """
     found = _get(f"settings/{name}")
     if found is None:
         raise LookupError(f"there are no settings of {name}")
-    settings: TrainerSettings = found[1]
+    _, _, versions, data = found
+    if (why := why_refused(versions, decisive_versions(*SENT), f"{who} on {socket.gethostname()}")) is not None:
+        raise ConfigError(why)
+    settings: TrainerSettings = loads(data)
     return settings
 
 
@@ -107,13 +119,20 @@ def put_run(name: str, record: RunRecord) -> None:
         has_data = bool(task.datasets.sources) or small is not state
         request = replace(record.request, task=replace(task, datasets=NO_DATASETS, initial_state=small))
         record = replace(record, request=request, has_data=has_data)
-    _put(f"run/{name}", record)
+    _put(f"run/{name}", (record.run_dir, dumps(record)))
 
 
 def get_run(name: str) -> RunRecord | None:
     """Return the run that this Trainer executes, or executed last."""
-    record: RunRecord | None = _get(f"run/{name}")
+    found = _get(f"run/{name}")
+    record: RunRecord | None = None if found is None else loads(found[1])
     return record
+
+
+def get_run_dir(name: str) -> str | None:
+    """Return the folder of the run that a Trainer executes, or executed last. It may have another version of raysgd."""
+    found = _get(f"run/{name}")
+    return None if found is None else str(found[0])
 
 
 def put_attempt(name: str, record: AttemptRecord) -> None:
@@ -158,7 +177,7 @@ def forget_orphans() -> None:
         name = key.decode().partition("/")[2]
         found = _get(f"settings/{name}")
         if found is not None and name not in alive and found[0] < time.time() - _ORPHAN_S:
-            forget(name, found[1].alias)
+            forget(name, found[1])
 
 
 def data_holder_name(name: str, run_id: str) -> str:

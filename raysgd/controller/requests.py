@@ -12,6 +12,7 @@ from raysgd.config.checks import check_count, check_instance
 from raysgd.controller.run_plan import Start
 from raysgd.errors import ConfigError, UsageError
 from raysgd.workers.orders import Blob, WorkerTask
+from raysgd.workers.versions import Versions
 
 if TYPE_CHECKING:
     from raysgd.workers.placement.slots import ExistingPlacement
@@ -73,11 +74,13 @@ class TrainerSettings:
     Attributes:
         name: Unique in the cluster.
         spec: The Trainer's settings, without ``on_resize`` and ``retry_on``, which are code of the user.
+        versions: The driver's versions.
         room: Bundles of an existing placement group for its first workers.
     """
 
     name: str
     spec: TrainerSpec
+    versions: Versions
     room: ExistingPlacement | None = None
 
     @property

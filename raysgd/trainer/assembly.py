@@ -34,6 +34,7 @@ from raysgd.config.run import DEFAULT_STORAGE_PATH
 from raysgd.controller import frames
 from raysgd.controller.journal.callback_reader import CallbackReader
 from raysgd.controller.journal.outcome import outcome_error
+from raysgd.controller.kv_store import SENT
 from raysgd.controller.requests import RunRequest, TrainerSettings, TrainerSpec
 from raysgd.controller.rounds import check_reduce
 from raysgd.errors import InfeasibleError, SerializationError, UsageError
@@ -54,6 +55,7 @@ from raysgd.workers.pickling import dumps_call, dumps_named
 from raysgd.workers.placement.capacity import describe_bundle, explain_full, list_slots, slot_bundle
 from raysgd.workers.placement.cluster import use_token
 from raysgd.workers.placement.slots import ExistingPlacement
+from raysgd.workers.versions import own_versions
 
 #: Pickles above this size go through the object store; smaller ones travel in the call.
 _INLINE_BYTES = 100 * 1024
@@ -158,6 +160,7 @@ def make_settings(spec: TrainerSpec) -> TrainerSettings:
     return TrainerSettings(
         name=f"{spec.run_config.name or 'trainer'}-{uuid.uuid4().hex[:8]}",
         spec=replace(spec, failure_config=failure_config, run_config=run_config),
+        versions=own_versions(*SENT),
         # A detached Trainer outlives the placement group of this process.
         room=None if is_detached else find_room(spec.scaling, spec.failure_config.num_spares),
     )

@@ -35,7 +35,7 @@ from raysgd.controller.kv_store import (
 from raysgd.controller.requests import RunNotGiven, RunRequest, TrainerSettings, is_data_kept
 from raysgd.controller.watchdog import ASK_AGAIN_S, comes_back, prepare_process
 from raysgd.errors import ConfigError, RaySGDError, TrainerClosedError, UsageError, WorkerError
-from raysgd.workers.liveness.deaths import first_line
+from raysgd.workers.liveness.deaths import explain_failed_start, first_line
 from raysgd.workers.liveness.process_watch import CONTROLLER, ProcessWatch
 from raysgd.workers.liveness.watched import watched_actor
 from raysgd.workers.pickling import CallFailed, loads
@@ -114,12 +114,15 @@ class Channel:
         """Connect to the TrainerActor of a detached Trainer.
 
         Raises:
+            ConfigError: This process cannot work with the Trainer, because its versions differ.
             UsageError: There is no Trainer of that name.
         """
         name = find_alias(alias)
         try:
             if name is not None:
                 return cls(get_settings(name), ray.get_actor(name, namespace=NAMESPACE))
+        except ConfigError:
+            raise
         except (LookupError, ValueError):  # it was ended, or has died
             pass
         raise UsageError(
@@ -210,7 +213,7 @@ class Channel:
                     continue
                 self.close()
                 self.is_gone = True
-                raise WorkerError(f"{CONTROLLER} is gone: {error}") from None
+                raise WorkerError(explain_failed_start(error) or f"{CONTROLLER} is gone: {error}") from None
 
     @property
     def has_lost_cluster(self) -> bool:
@@ -426,6 +429,8 @@ def _end_if_over(name: str) -> str | None:
     try:
         channel = Channel(get_settings(name), actor)
         status: Any = channel.call("status", timeout_s=_STATUS_TIMEOUT_S)
+    except ConfigError:  # another version of raysgd has it
+        return "not known"
     except (LookupError, RaySGDError):  # it is gone by now
         return None
     except RayError:

@@ -28,6 +28,7 @@ from raysgd.controller.rounds import Reduce, RoundMerger
 from raysgd.errors import MissingMetricError, RaySGDError, RunCancelledError, TrainerClosedError, WorkerError
 from raysgd.result import Event, Result, RunInfo
 from raysgd.trainer.channel import CLUSTER_IS_GONE, Channel, ReturnedValues
+from raysgd.workers.liveness.deaths import explain_failed_start
 
 #: Frames held for an iteration that is behind.
 BUFFER_BYTES = 64 << 20
@@ -469,7 +470,8 @@ def _explain(error: Exception, channel: Channel) -> BaseException:
     if isinstance(error, RayTaskError):  # the run could not even be made
         return error.cause if isinstance(error.cause, RaySGDError) else error
     if isinstance(error, RayError):
-        return WorkerError(f"the Trainer's controller process is gone, and the run with it: {error}")
+        lost = f"the Trainer's controller process is gone, and the run with it: {error}"
+        return WorkerError(explain_failed_start(error) or lost)
     return error
 
 

@@ -155,7 +155,7 @@ class PrepareOrder:
         is_run: A run follows. The functions of `raysgd.Trainer.execute` find what earlier ones changed; only what a run changed
             is reset for them.
         keeps_group: This process is in a group that the next attempt uses again; it must not leave it.
-        rendezvous_ip: The address at which this process, rank 0, opens the rendezvous; empty: it opens none.
+        rendezvous_ip: The address at which this process opens the rendezvous; empty: it opens none.
     """
 
     visible_gpus: tuple[GpuId, ...] = ()
@@ -172,7 +172,7 @@ class Prepared:
 
     Attributes:
         stale: Why this process must be replaced, or None.
-        rendezvous: The value of `Member.rendezvous`, if the order was to open the rendezvous.
+        rendezvous: What `Backend.open_rendezvous` returned, if the order was to open the rendezvous.
     """
 
     stale: str | None = None

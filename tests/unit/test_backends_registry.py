@@ -91,7 +91,6 @@ def test_unusable_backend_name_is_refused(entry_points: None, name: Any, message
         (lambda: raysgd.HorovodConfig(nics="eth0"), r"HorovodConfig\(nics\)='eth0' is a str; give a list of names"),
         (lambda: raysgd.HorovodConfig(nics=[]), r"HorovodConfig\(nics\)=\[\] is not a list of names"),
         (lambda: raysgd.HorovodConfig(nics=[0]), r"HorovodConfig\(nics\)=\[0\] is not a list of names"),
-        (lambda: raysgd.TensorflowConfig(init_timeout_s=-1), r"TensorflowConfig\(init_timeout_s\)"),
         (lambda: raysgd.JaxConfig(devices_per_worker=0), r"JaxConfig\(devices_per_worker\)"),
         (lambda: raysgd.JaxConfig(collectives="nccl"), r"JaxConfig\(collectives\)"),
         (lambda: raysgd.JaxConfig(platform="gpu"), r"JaxConfig\(platform\)"),

@@ -13,7 +13,6 @@ import pytest
 
 from raysgd.backends.horovod import HorovodConfig
 from raysgd.backends.jax import JaxConfig
-from raysgd.backends.tensorflow import TensorflowConfig
 from raysgd.backends.torch import TorchConfig
 from raysgd.checkpoint.storage import storage
 from raysgd.config import FailureConfig
@@ -43,11 +42,7 @@ TIMEOUTS: dict[str, tuple[str, Callable[[], Any], Any]] = {
     "`timeout_s` (Horovod)": ("10", lambda: HorovodConfig().timeout_s, 10),
     "copying to memory": ("10", lambda: saving.TAKE_S, 10),
     "`preemption_grace_s`": ("25", lambda: FailureConfig().preemption_grace_s, 25),
-    "`init_timeout_s` (TensorFlow, JAX)": (
-        "30",
-        lambda: (TensorflowConfig().init_timeout_s, JaxConfig().init_timeout_s),
-        (30, 30),
-    ),
+    "`init_timeout_s` (JAX)": ("30", lambda: JaxConfig().init_timeout_s, 30),
     "`mismatch_timeout_s`": ("60", lambda: FailureConfig().mismatch_timeout_s, 60),
     "`timeout_s` (JAX)": ("100", lambda: JaxConfig().timeout_s, 100),
     "`start_timeout_s`": ("120", lambda: FailureConfig().start_timeout_s, 120),

@@ -71,6 +71,19 @@ def test_node_stays_in_use_if_no_other_node_has_room() -> None:
     assert cluster.avoided.ids == {"b"}, "no node is left"
 
 
+def test_node_whose_versions_differ_is_avoided_and_reported_once_until_it_is_another_node() -> None:
+    cluster = Cluster(1, 1, 1)
+    for _ in range(3):  # each of its workers
+        cluster.avoided.refuse(info_of("b"), "raysgd 1 cannot work with raysgd 2")
+    assert cluster.avoided.ids == {"b"}
+    assert cluster.avoided.take_warnings() == [
+        "b (1.2.3.4) is not used until its Ray is started again: raysgd 1 cannot work with raysgd 2"
+    ]
+    assert "b (1.2.3.4), whose versions differ" in str(cluster.avoided.describe())
+    cluster.avoided.remove_gone([node for node in cluster.nodes if node.node_id != "b"])
+    assert cluster.avoided.ids == set()
+
+
 def test_nodes_that_ray_knows_to_be_gone_are_removed() -> None:
     cluster = Cluster(1, 1, 1)
     cluster.avoided.drain(["a", "gone"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from raysgd.workers.liveness.deaths import describe_death, first_line, may_be_memory, was_sigterm
+from raysgd._version import __version__
+from raysgd.workers.liveness.deaths import describe_death, explain_failed_start, first_line, may_be_memory, was_sigterm
 from raysgd.workers.liveness.memory import ADVICE, MemoryEvidence, MemoryPool, Size
 
 HEAD = (
@@ -111,3 +112,23 @@ def test_only_deaths_that_may_be_kills_for_memory_are_looked_up() -> None:
 def test_first_line_has_no_colours() -> None:
     assert first_line(RuntimeError("\n\x1b[36mray::f()\x1b[39m failed\nTraceback")) == "ray::f() failed"
     assert first_line(RuntimeError()) == "RuntimeError"
+
+
+def test_process_that_cannot_load_raysgd_is_explained_by_what_to_install() -> None:
+    text = (
+        "The actor died because of an error raised in its creation task, \x1b[36mray::WorkerActor.__init__()\x1b[39m (pid=1, "
+        "ip=10.0.0.2, actor_id=ab)\nRuntimeError: The actor with name WorkerActor failed to import on the worker. This may be "
+        "because\n\nTraceback (most recent call last):\nModuleNotFoundError: No module named 'raysgd'\n"
+    )
+    assert explain_failed_start(RayActorError(None, text, actor_init_failed=True)) == (
+        f"the Python of a process on 10.0.0.2 cannot load raysgd {__version__} of the driver (ModuleNotFoundError: No module "
+        f"named 'raysgd'); install raysgd {__version__} there"
+    )
+
+
+def test_error_of_a_constructor_is_its_own_explanation() -> None:
+    text = f"{INIT}\nraysgd.errors.ConfigError: raysgd 1 of the TrainerActor cannot work with raysgd 2 of the driver\n"
+    error = RayActorError(None, text, actor_init_failed=True)
+    assert explain_failed_start(error) == "raysgd 1 of the TrainerActor cannot work with raysgd 2 of the driver"
+    assert explain_failed_start(RayActorError(None, KILLED)) is None
+    assert explain_failed_start(OutOfMemoryError(OOM)) is None

@@ -12,7 +12,7 @@ from horovod.ray import RayExecutor
 
 from bench.systems.base import RaySystem, TrainFunc
 from bench.worker import NUM_WORKERS
-from raysgd.backends.rendezvous import find_interface
+from raysgd.backends.addresses import find_interface
 
 
 class HorovodExecutorSystem(RaySystem):

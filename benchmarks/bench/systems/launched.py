@@ -19,7 +19,7 @@ from bench.systems import FRAMEWORKS
 from bench.systems.base import System, TrainFunc, wait_for_calm
 from bench.systems.fragile import FragileSystem
 from bench.worker import NUM_WORKERS
-from raysgd.backends.rendezvous import find_free_address, find_interface
+from raysgd.backends.addresses import find_free_address, find_interface
 
 Command = list[str]
 Variables = dict[str, str]

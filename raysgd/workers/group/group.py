@@ -18,7 +18,6 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raysgd._util.logs import get_logger
 from raysgd.backends.base import BackendConfig, Member
-from raysgd.backends.rendezvous import loopback_of
 from raysgd.config import FailureConfig, ScalingConfig
 from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
 from raysgd.session.events import WorkerEvent
@@ -29,9 +28,16 @@ from raysgd.workers.group.joining import JoiningWorkers
 from raysgd.workers.group.kept_group import KeptGroup
 from raysgd.workers.group.monitor import DrainMonitor, GroupMonitor, LostNodes
 from raysgd.workers.group.processes import CoordinatorProcess, Worker, WorkerStarter
-from raysgd.workers.group.ranks import assign_ranks, assign_visible_gpus, close_gaps, make_members
+from raysgd.workers.group.ranks import (
+    assign_ranks,
+    assign_visible_gpus,
+    choose_rendezvous_ips,
+    close_gaps,
+    join_opened,
+    make_members,
+)
 from raysgd.workers.group.reserve import Reserve
-from raysgd.workers.liveness.deaths import DEATHS, first_line
+from raysgd.workers.liveness.deaths import DEATHS, explain_failed_start, first_line
 from raysgd.workers.liveness.node_agent import NodeAgents
 from raysgd.workers.liveness.process_watch import ProcessWatch
 from raysgd.workers.orders import AttemptOrder, Blob, Prepared, PrepareOrder, WorkerInfo
@@ -40,6 +46,8 @@ from raysgd.workers.placement.calls import call_cluster, post_to_cluster
 from raysgd.workers.placement.capacity import count_fitting, explain_timeout, slot_bundle
 from raysgd.workers.placement.cluster import check_feasible, has_autoscaler, list_nodes, wait_until_feasible
 from raysgd.workers.placement.slots import ExistingPlacement, WorkerSlots
+from raysgd.workers.process.actor import WorkerActor
+from raysgd.workers.versions import VersionCheck, Versions
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.storage.storage import Storage
@@ -63,6 +71,7 @@ class WorkerGroup:
         name: Unique in the cluster; prefix of the names of placement groups and actors.
         controller: Name of the TrainerActor.
         existing: An existing placement group with enough room for the first workers.
+        versions: The driver's versions.
         explain_missing: Says which resources a number of workers wait for, and who holds them; None if there is room. Blocks.
 
     The attributes ``slots``, ``streams``, ``monitor``, ``watch``, ``drains``, ``agreement`` and ``memory`` are the group's
@@ -83,6 +92,7 @@ class WorkerGroup:
         runtime_env: Mapping[str, Any] | None,
         existing: ExistingPlacement | None = None,
         explain_missing: Callable[[int], str | None] = lambda count: None,
+        versions: Versions,
     ) -> None:
         self._scaling = scaling
         self._multiple = scaling.workers_per_replica
@@ -96,11 +106,14 @@ class WorkerGroup:
         self._explain_missing = explain_missing
         self.on_wait: Callable[[str], None] = get_logger().warning
         self._avoided = AvoidedNodes(scaling.bundle())
+        self._versions = VersionCheck(versions, WorkerActor)
         self._beginning: asyncio.Future[None] | None = None
         self.watch = ProcessWatch(failure.heartbeat_timeout_s)
-        self._agents = NodeAgents(name, self.watch)
+        self._agents = NodeAgents(name, self.watch, runtime_env)
         self.slots = WorkerSlots(name, slot_bundle(scaling), scaling.placement_strategy, existing)
-        self._starter = WorkerStarter(name, scaling, backend, runtime_env, controller, self.slots.remove)
+        self._starter = WorkerStarter(
+            name, scaling, backend, runtime_env, controller, self.slots.remove, self._versions.judge
+        )
         self._coordinator = CoordinatorProcess(name, backend, runtime_env, self.watch)
         self._joining = JoiningWorkers(
             scaling,
@@ -109,6 +122,7 @@ class WorkerGroup:
             self._avoided,
             end=self._end_process,
             start_timeout_s=failure.start_timeout_s,
+            warn=lambda line: self.on_wait(line),
         )
         self._reserve = Reserve(
             self.slots, self._starter, failure.num_spares, self._joining, self._end_process, self._avoided
@@ -186,7 +200,7 @@ class WorkerGroup:
         await self._reserve.replenish(self._workers()[0])
         self.expect_loss(())
         self._agents.watch_workers(self._infos())
-        return [*messages, *self._avoided.take_warnings()]
+        return [*messages, *self._avoided.take_warnings(), *self._versions.take_warnings()]
 
     async def _get_ready(self, keep_size: bool, is_run: bool) -> list[str]:
         await self._form(keep_size)
@@ -215,9 +229,12 @@ class WorkerGroup:
             await self._take_joining_workers()
         await self._replace_used_processes()
         await self._start_missing()
-        for rank in self._vacant_ranks():
-            self._members[rank] = await self._reserve.find()
-        await self._wait_loaded()
+        while True:
+            for rank in self._vacant_ranks():
+                self._members[rank] = await self._reserve.find()
+            await self._wait_loaded()
+            if not self._vacant_ranks():
+                break
         if not self._has_formed and not keep_size:
             await self._joining.wait_for_first()
             await self._take_joining_workers()
@@ -269,19 +286,27 @@ class WorkerGroup:
                 self._members[rank] = await self._reserve.take()
 
     async def _wait_loaded(self) -> None:
-        """Wait until every process has answered where it runs and has imported the framework."""
+        """Wait until every process has answered where it runs and has imported the framework.
+
+        A replacement whose versions do not fit to the driver's leaves its rank vacant, and its node is avoided.
+        """
         new = [worker for worker in self._workers() if worker.info is None or not worker.is_loaded]
         # All at once: what kills one worker during its import may kill others too, and that is one failure.
-        answers = await self._gather(new * 2, [w.loading for w in new] + [w.locate() for w in new])
-        problems = answers[: len(new)]
+        problems = await self._gather(new, [worker.wait_loaded() for worker in new])
         failed = {worker: problem for worker, problem in zip(new, problems, strict=True) if problem is not None}
-        for worker in new:
-            worker.is_loaded = worker not in failed
+        if self._has_formed:
+            for worker in list(failed):
+                if worker.info is not None and worker.refusal is not None:
+                    self._avoided.refuse(worker.info, worker.refusal)
+                    self._discard(worker)
+                    del failed[worker]
+            for warning in self._avoided.take_warnings():  # at once: its ranks may wait for room elsewhere
+                self.on_wait(warning)
         for worker in failed:  # the next run tries again in a new process
             self._discard(worker)
         if failed:
             first, problem = next(iter(failed.items()))
-            raise WorkerError(f"{problem} (worker on {first.node})")
+            raise WorkerError(f"{problem} (worker on {first.node})" if first.refusal is None else problem)
 
     def _assign_members(self) -> None:
         """Give every process its ranks; once the group has formed, a replacement has the rank of the worker it replaces."""
@@ -300,10 +325,13 @@ class WorkerGroup:
         kept = self._kept.rendezvous is not None
         orders = [PrepareOrder(visible, index, rank, is_run, kept) for rank, (visible, index) in enumerate(gpus)]
         if is_run and not kept and not self._backend.has_coordinator:
-            orders[0] = replace(orders[0], rendezvous_ip=self._rendezvous_ip())
+            for rank, ip in enumerate(choose_rendezvous_ips(self._infos(), self._backend)):
+                orders[rank] = replace(orders[rank], rendezvous_ip=ip)
         calls = [worker.handle.prepare.remote(order) for worker, order in zip(workers, orders, strict=True)]
         answers: list[Prepared] = await self._gather(workers, calls)
-        self._opened = answers[0].rendezvous
+        self._opened = join_opened(
+            self._backend, [answer.rendezvous for answer in answers if answer.rendezvous is not None]
+        )
         return [answer.stale for answer in answers]
 
     async def _gather(self, workers: Sequence[Worker], refs: Sequence[Any]) -> list[Any]:
@@ -314,6 +342,8 @@ class WorkerGroup:
         except DEATHS as error:
             await asyncio.wait(answers, timeout=_START_TOGETHER_S)
             ranks, why = await self._remove_dead(workers, answers)
+            if (failed := explain_failed_start(error)) is not None:
+                raise WorkerError(failed) from error
             raise WorkerDiedError(f"a worker died while it was starting: {why}", ranks=ranks) from error
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
@@ -410,14 +440,10 @@ class WorkerGroup:
     async def _open_rendezvous(self) -> str:
         if self._backend.has_coordinator:
             return await self._coordinator.open_rendezvous([self.member(rank, "") for rank in range(self.size)])
-        first = self._worker(0)
-        return str((await self._gather([first], [first.handle.open_rendezvous.remote(self._rendezvous_ip())]))[0])
-
-    def _rendezvous_ip(self) -> str:
-        """Return where rank 0 opens the rendezvous: at a loopback address if all members are on its node."""
-        first, *others = self._infos()
-        is_one_node = all(info.node_id == first.node_id for info in others)
-        return loopback_of(first.node_ip) if is_one_node else first.node_ip
+        ips = choose_rendezvous_ips(self._infos(), self._backend)
+        workers = self._workers()[: len(ips)]
+        calls = [worker.handle.open_rendezvous.remote(ip) for worker, ip in zip(workers, ips, strict=True)]
+        return str(join_opened(self._backend, await self._gather(workers, calls)))
 
     def member(self, rank: int, rendezvous: str) -> Member:
         """Return a rank's place in the process group that its worker is to join now."""

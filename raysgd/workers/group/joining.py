@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 
 from raysgd.config import ScalingConfig
 from raysgd.workers.group.processes import Worker, WorkerStarter
+from raysgd.workers.liveness.deaths import explain_failed_start
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
 from raysgd.workers.placement.calls import call_cluster
 from raysgd.workers.placement.capacity import count_fitting
@@ -44,6 +45,7 @@ class JoiningWorkers:
         avoided: Nodes to start no worker on.
         end: Ends a worker in any state.
         start_timeout_s: The time for a worker to start, from the request of its slot.
+        warn: Called with a line for the user.
 
     Attributes:
         on_ready: Called for each worker that has become ready.
@@ -59,6 +61,7 @@ class JoiningWorkers:
         *,
         end: Callable[[Worker], None],
         start_timeout_s: float,
+        warn: Callable[[str], None],
     ) -> None:
         self._scaling = scaling
         self._slots = slots
@@ -66,10 +69,12 @@ class JoiningWorkers:
         self._avoided = avoided
         self._end = end
         self._start_timeout_s = start_timeout_s
+        self._warn = warn
         self._starting: dict[Worker, asyncio.Task[None]] = {}
         self._ready: list[Worker] = []
         self._num_wanted = 0.0
         self._retry_delay_s = RETRY_DELAY_S
+        self._reported: set[str] = set()  # problems that the user knows
         self._others_waited_at = time.monotonic()
         self._search: asyncio.Task[None] | None = None
         self._has_searched = asyncio.Event()
@@ -215,7 +220,11 @@ class JoiningWorkers:
         try:
             problem = await asyncio.wait_for(worker.wait_loaded(), self._start_timeout_s)
         except (RayError, asyncio.TimeoutError) as error:
-            problem = str(error)
+            failed = explain_failed_start(error)
+            problem = failed or str(error)
+            if failed is not None and failed not in self._reported:
+                self._reported.add(failed)
+                self._warn(f"a worker cannot join: {failed}")
         if worker not in self._starting:
             return
         if problem is None:
@@ -223,6 +232,12 @@ class JoiningWorkers:
             self._ready.append(worker)
             self._retry_delay_s = RETRY_DELAY_S
             self.on_ready()
+            return
+        if worker.info is not None and worker.refusal is not None:  # others are started elsewhere
+            self._avoided.refuse(worker.info, worker.refusal)
+            for warning in self._avoided.take_warnings():
+                self._warn(warning)
+            self.drop(worker)
             return
         # Until the delay is over, the failed worker counts as starting, so that no other one is started in its place.
         await asyncio.sleep(self._retry_delay_s)

@@ -22,6 +22,7 @@ from raysgd.workers.placement.calls import call_cluster, post_to_cluster
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.placement.slots import WorkerSlot
 from raysgd.workers.process.actor import NUM_THREADS, WorkerActor
+from raysgd.workers.versions import Versions
 
 #: What messages call the coordinator's process.
 COORDINATOR = "the backend's coordinator"
@@ -33,7 +34,9 @@ class Worker:
 
     Attributes:
         loading: The answer to its first call, which imports the framework: None, or what is wrong.
+        check: See `WorkerStarter`.
         info: Where it runs, once it has answered.
+        refusal: Why its versions do not fit to the driver's, once it has answered; None if they do.
         member: Its place in the group, once the group is complete; without a rendezvous.
         has_joined: It was given a place in a process group.
         requested_at_s: When its start was requested, on the monotonic clock.
@@ -42,8 +45,10 @@ class Worker:
     slot: WorkerSlot
     handle: Any
     loading: Any
+    check: Callable[[Versions, str], str | None] = lambda versions, node: None
     is_loaded: bool = False
     info: WorkerInfo | None = None
+    refusal: str | None = None
     member: Member | None = None
     has_joined: bool = False
     requested_at_s: float = field(default_factory=time.monotonic)
@@ -53,12 +58,16 @@ class Worker:
         return "an unknown node" if self.info is None else self.info.node
 
     async def locate(self) -> None:
-        """Ask the process where it runs."""
-        self.info = await self.handle.describe.remote()
+        """Ask the process where it runs, and which versions it has."""
+        answer = await self.handle.describe.remote()
+        self.info = WorkerInfo(**{name: answer[name] for name in WorkerInfo.__dataclass_fields__ if name in answer})
+        self.refusal = self.check(answer["versions"], self.info.node)
 
     async def wait_loaded(self) -> str | None:
         """Wait until the process has imported the framework; return what is wrong, or None."""
         await self.locate()
+        if self.refusal is not None:  # what else it answers means nothing
+            return self.refusal
         problem: str | None = await self.loading
         self.is_loaded = problem is None
         return problem
@@ -71,6 +80,7 @@ class WorkerStarter:
         name: Prefix of the actors' names.
         controller: Name of the TrainerActor.
         remove_slot: Called with a slot whose start was given up.
+        check: Returns why a process with these versions, on the node of that name, cannot be used; None if it can.
     """
 
     def __init__(
@@ -81,6 +91,7 @@ class WorkerStarter:
         runtime_env: Mapping[str, Any] | None,
         controller: str,
         remove_slot: Callable[[WorkerSlot], None],
+        check: Callable[[Versions, str], str | None],
     ) -> None:
         self._name = name
         self._scaling = scaling
@@ -88,6 +99,7 @@ class WorkerStarter:
         self._runtime_env = dict(runtime_env or {})
         self._controller = controller
         self._remove_slot = remove_slot
+        self._check = check
         self._num_started = 0
 
     async def start(self, slot: WorkerSlot, *, warm_up: bool = False) -> Worker:
@@ -102,7 +114,7 @@ class WorkerStarter:
         except BaseException:  # cancelled, or Ray refuses it
             self._remove_slot(slot)
             raise
-        return Worker(slot, handle, handle.load.remote(self._backend, self._controller, warm_up))
+        return Worker(slot, handle, handle.load.remote(self._backend, self._controller, warm_up), self._check)
 
     def _request(self, name: str, slot: WorkerSlot) -> Any:
         return (

@@ -1,13 +1,15 @@
-"""Computes which worker gets which rank and sees which GPUs. Pure."""
+"""Computes which worker gets which rank, sees which GPUs, and opens the rendezvous where. Pure."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
-from raysgd.backends.base import Member
+from raysgd.backends.addresses import loopback_of
+from raysgd.backends.base import BackendConfig, Member
 from raysgd.workers.orders import GpuId, WorkerInfo
 
 T = TypeVar("T")
@@ -100,3 +102,17 @@ def _has_mig_device(worker: WorkerInfo) -> bool:
 
 def _numbers_first(gpu: GpuId) -> tuple[int, str]:
     return (gpu, "") if isinstance(gpu, int) else (sys.maxsize, gpu)
+
+
+def choose_rendezvous_ips(infos: Sequence[WorkerInfo], backend: BackendConfig) -> list[str]:
+    """Return where ranks open the rendezvous, rank 0 first: at a loopback address if all workers are on one node."""
+    is_one_node = all(info.node_id == infos[0].node_id for info in infos)
+    opening = infos if backend.opens_on_all_ranks else infos[:1]
+    return [loopback_of(info.node_ip) if is_one_node else info.node_ip for info in opening]
+
+
+def join_opened(backend: BackendConfig, opened: Sequence[str]) -> str | None:
+    """Return the value of `Member.rendezvous` from what the ranks that opened it returned; None if none has."""
+    if not opened:
+        return None
+    return json.dumps(list(opened)) if backend.opens_on_all_ranks else opened[0]

@@ -153,9 +153,11 @@ class Reserve:
 
     async def _is_usable(self, worker: Worker) -> bool:
         try:
-            worker.info = await asyncio.wait_for(worker.handle.describe.remote(), _ANSWER_S)
+            await asyncio.wait_for(worker.locate(), _ANSWER_S)
         except (RayError, asyncio.TimeoutError):
             return False
+        if worker.info is not None and worker.refusal is not None:
+            self._avoided.refuse(worker.info, worker.refusal)
         return worker.info is not None and worker.info.node_id not in self._avoided.ids
 
     def _end_spare(self, worker: Worker) -> None:

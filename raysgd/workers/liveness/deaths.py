@@ -6,6 +6,8 @@ import re
 
 from ray.exceptions import OutOfMemoryError, RayActorError
 
+from raysgd._version import __version__
+from raysgd.errors import ConfigError
 from raysgd.workers.liveness.memory import ADVICE, MemoryEvidence, describe_growth, judge
 
 #: Ray's errors for a process that is gone; the second one if Ray's memory monitor killed it.
@@ -17,6 +19,9 @@ _EXIT = re.compile(r"exit type: (\w+) Worker exit detail: (.*)", re.DOTALL)
 _ADVICE = re.compile(r"\s*(Some common causes include|There are some potential root causes|If the process was killed)")
 _DEAD_BECAUSE = re.compile(r"^The actor (?:is dead|died) because (.*)", re.MULTILINE)
 _MONITOR_USAGE = re.compile(r"was ([\d.]+)GB(?: used)? / ([\d.]+)GB")
+#: Ray's words for an actor whose class could not be unpickled.
+_NOT_IMPORTED = "failed to import on the worker"
+_IP = re.compile(r"\bip=([^,)\s]+)")
 _LOST_CONNECTION = "for example by SIGKILL, which the kernel sends when memory runs out, or by a crash"
 
 
@@ -42,6 +47,24 @@ def describe_death(error: BaseException, memory: MemoryEvidence | None = None) -
         return f"{found[1]}, {detail}" + (f" ({_LOST_CONNECTION})" if "connection error" in detail else "")
     because = _DEAD_BECAUSE.search(text)
     return because[1].strip().removeprefix("of ") if because else first_line(error)
+
+
+def explain_failed_start(error: BaseException) -> str | None:
+    """Return why the constructor of an actor of raysgd failed, by Ray's error; None if the actor died for another reason.
+
+    It fails in the same way when it is started again, because its process has another raysgd or none.
+    """
+    if not getattr(error, "actor_init_failed", False):
+        return None
+    text = _COLOR.sub("", str(error)).rstrip()
+    cause = text.splitlines()[-1].strip().removeprefix(f"{ConfigError.__module__}.{ConfigError.__qualname__}: ")
+    if _NOT_IMPORTED not in text:
+        return cause
+    ip = found[1] if (found := _IP.search(text)) else "an unknown node"
+    return (
+        f"the Python of a process on {ip} cannot load raysgd {__version__} of the driver ({cause}); install "
+        f"raysgd {__version__} there"
+    )
 
 
 def was_sigterm(reason: str) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import glob
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,10 +191,12 @@ class NodeAgents:
     Args:
         name: Prefix of the actors' names.
         watch: Watches the actors.
+        runtime_env: The workers' Ray runtime environment: a node may have no raysgd but this one.
     """
 
-    def __init__(self, name: str, watch: ActorWatch) -> None:
+    def __init__(self, name: str, watch: ActorWatch, runtime_env: Mapping[str, Any] | None = None) -> None:
         self._name = name
+        self._runtime_env = dict(runtime_env or {})
         self._watch = watch
         self._own_node = ray.get_runtime_context().get_node_id()
         self._own = NodeAgent()
@@ -247,6 +249,7 @@ class NodeAgents:
                 name=name,
                 namespace=NAMESPACE,
                 num_cpus=0,
+                runtime_env=self._runtime_env or None,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
             .remote()

@@ -1,4 +1,4 @@
-"""The nodes on which a group starts no processes: lost, draining and faulty ones. Runs in the TrainerActor; needs no Ray.
+"""The nodes on which a group starts no processes: lost, draining, faulty, refused. Runs in the TrainerActor; needs no Ray.
 
 A lost node is on probation: a cable that is plugged in again, or a switch that restarts, gives the same node back. The node
 counts again once its agent has answered for some time, which doubles with each loss.
@@ -63,7 +63,7 @@ class AvoidedNodes:
         self._losses: Counter[str] = Counter()
         self._silent: set[str] = set()
         self._draining: set[str] = set()
-        self._faulty: dict[str, str] = {}  # with their names
+        self._faulty: dict[str, str] = {}  # with what they are, for `describe`
         self._deaths: Counter[str] = Counter()
         self._last_death: dict[str, float] = {}
         self._warnings: list[str] = []
@@ -123,15 +123,22 @@ class AvoidedNodes:
     def avoid_faulty(self, info: WorkerInfo, nodes: Sequence[Node]) -> None:
         """Avoid a worker's node, because it is faulty, if another one of ``nodes`` has room for a worker."""
         if self._has_room_elsewhere(info.node_id, nodes):
-            self._faulty[info.node_id] = info.node
+            self._faulty[info.node_id] = f"{info.node}, on which workers died repeatedly, in this Trainer"
             self._update()
             self._warnings.append(
                 f"{info.node} is not used any more: workers have died there {self._deaths[info.node_id]} times, "
                 "and less often on every other node"
             )
 
+    def refuse(self, info: WorkerInfo, why: str) -> None:
+        """Avoid a worker's node, because its versions do not fit to the driver's, until its Ray is started again."""
+        if info.node_id not in self._faulty:
+            self._faulty[info.node_id] = f"{info.node}, whose versions differ, until its Ray is started again"
+            self._update()
+            self._warnings.append(f"{info.node} is not used until its Ray is started again: {why}")
+
     def take_warnings(self) -> list[str]:
-        """Return a line for each node that was found faulty since the last call."""
+        """Return a line for each node that was found faulty, or was refused, since the last call."""
         warnings, self._warnings = self._warnings, []
         return warnings
 
@@ -140,7 +147,7 @@ class AvoidedNodes:
         now = self._clock()
         lines = [self._describe_lost(lost, now) for lost in self._lost.values()]
         lines += [f"the draining node {node_id[:12]} until it is gone" for node_id in sorted(self._draining)]
-        lines += [f"{name}, on which workers died repeatedly, in this Trainer" for name in self._faulty.values()]
+        lines += self._faulty.values()
         return f"not used: {'; '.join(lines)}" if lines else None
 
     @staticmethod

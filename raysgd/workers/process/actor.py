@@ -39,6 +39,7 @@ from raysgd.workers.orders import (
 )
 from raysgd.workers.process.imports import EarlyImports, installed_modules
 from raysgd.workers.process.reset import Baseline, ModuleWatch
+from raysgd.workers.versions import own_versions
 
 if TYPE_CHECKING:
     from raysgd.workers.process.attempt import Attempt
@@ -156,8 +157,14 @@ class WorkerActor(Watched):
 
     # -- life ---------------------------------------------------------------------------------------------------
 
-    def describe(self) -> WorkerInfo:
-        """Return where this process is."""
+    def describe(self) -> dict[str, Any]:
+        """Return the fields of this process's `WorkerInfo`, and its ``versions``.
+
+        These are built-in types, which a TrainerActor with another version of raysgd can read too.
+        """
+        return {**vars(self._locate()), "versions": own_versions(WorkerActor)}
+
+    def _locate(self) -> WorkerInfo:
         run_context = ray.get_runtime_context()
         gpus = run_context.get_accelerator_ids().get("GPU", [])
         return WorkerInfo(
@@ -188,7 +195,7 @@ class WorkerActor(Watched):
         from raysgd.workers.process.build import AttemptBuilder
         from raysgd.workers.process.class_api import Instances
 
-        node = self.describe().node
+        node = self._locate().node
         self._backend = backend
         self._attempts = AttemptBuilder(backend, controller, node)
         self._instances = Instances(backend, node)
