@@ -179,7 +179,9 @@ def train_by(config: dict[str, Any]) -> Any:
     ],
 )
 def test_step_with_gradients_of_one_rank_is_refused(torch_trainer: raysgd.Trainer, passes: Any) -> None:
-    with pytest.raises(UsageError, match=r"gradients that differ between ranks, of '0\.weight' and [23] more parameters"):
+    with pytest.raises(
+        UsageError, match=r"gradients that differ between ranks, of '0\.weight' and [23] more parameters"
+    ):
         torch_trainer.run(train_by, {"passes": passes}, callbacks=quiet())
 
 
