@@ -418,15 +418,18 @@ def test_error_after_max_failures_names_last_exception_of_train_func() -> None:
     ]
 
 
-def test_exception_well_before_a_death_is_raised() -> None:
+@pytest.mark.parametrize(("before_s", "is_cause"), [(0.29, False), (0.31, True)])
+def test_exception_is_raised_that_arrived_more_than_0_3_s_before_a_death(before_s: float, is_cause: bool) -> None:
     run = running()
     run.deliver(0, broken())
     run.deliver(1, failed("the cause", at=2000.0))  # its clock is far ahead
-    run.now += 0.5  # the controller was busy: its timers come late
+    run.now += before_s  # the controller was busy: its timers come late
     run.end_stream(0, "aborted by its framework")
     run.advance(GATHER_S)
-    assert run.outcome is not None and run.outcome.failed is not None
-    assert run.outcome.failed.summary == "the cause"
+    run.end_stream(1)
+    failed_by = None if run.outcome is None or run.outcome.failed is None else run.outcome.failed.summary
+    assert failed_by == ("the cause" if is_cause else None)
+    assert len(run.events("failure")) == (0 if is_cause else 1)
 
 
 def test_process_group_setup_error_is_a_retried_failure() -> None:

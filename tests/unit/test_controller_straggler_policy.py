@@ -229,6 +229,12 @@ def test_small_excess_is_not_a_straggler() -> None:
     assert Ranks(3).windows(waiting) == []
 
 
+@pytest.mark.parametrize(("excess", "found"), [(0.09, []), (0.11, [(1, "compute")])])
+def test_excess_below_a_tenth_of_the_step_is_not_a_straggler(excess: float, found: list[tuple[int, str]]) -> None:
+    steps = [Step(0.05, waiting=0.95), Step(0.05 + excess, waiting=0.95 - excess), Step(0.05, waiting=0.95)]
+    assert Ranks(3).windows(steps) == found
+
+
 # -- invisible waiting -------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +242,14 @@ def test_ranks_with_invisible_waiting_are_compared_by_data_time() -> None:
     """All steps of the user's own DistributedDataParallel take as long as those of the slowest rank."""
     assert Ranks(3).windows([Step(0.3), Step(0.3), Step(0.3)]) == []
     assert Ranks(3).windows([Step(0.3), Step(0.1, data=0.2), Step(0.31)]) == [(1, "data")]
+
+
+@pytest.mark.parametrize(("waiting", "found"), [(0.009, [(1, "data")]), (0.011, [])])
+def test_ranks_that_wait_for_a_hundredth_of_the_step_are_seen_to_wait(
+    waiting: float, found: list[tuple[int, str]]
+) -> None:
+    fast = Step(1 - waiting, waiting=waiting)
+    assert Ranks(3).windows([fast, Step(0.5 - waiting, data=0.5, waiting=waiting), fast]) == found
 
 
 def test_checkpoint_time_may_include_waiting() -> None:

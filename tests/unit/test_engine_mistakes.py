@@ -71,8 +71,14 @@ def test_wrong_value_of_each_setting_is_refused_by_its_name() -> None:
         ({"sequence_parallel": True}, "needs tensor_parallel=2 or more"),
         ({"micro_batches": 2}, "pipeline_parallel is 1"),
         ({"pipeline_schedule": "GPipe"}, "needs pipeline_parallel=2 or more"),
-        ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "zero_stage": 3}, "torch cannot do with zero_st"),
-        ({"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "compile": "model"}, "cannot do with compile='m"),
+        (
+            {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "zero_stage": 3},
+            "torch cannot do with zero_st",
+        ),
+        (
+            {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "compile": "model"},
+            "cannot do with compile='m",
+        ),
         (
             {"pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True, "pipeline_schedule": "LoopedBFS"},
             'give "1F1B" or "GPipe"',
