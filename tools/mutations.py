@@ -53,7 +53,7 @@ SEVERAL_RANKS = {
     "raysgd/engine/tensor_parallel": ["tests/integration/test_engine_parallel.py", "-k", "tp or sp or own_plan"],
     "raysgd/engine/pipeline": ["tests/integration/test_engine_parallel.py", "-k", "pipeline or several"],
     "raysgd/engine/planning": [],
-    "raysgd/engine": ["tests/integration/test_engine_loops.py"],
+    "raysgd/engine": ["tests/integration/test_engine_pairs.py", "tests/integration/test_engine_loops.py"],
 }
 RANKS_S = 600.0
 MAX_SURVIVORS = 0.1

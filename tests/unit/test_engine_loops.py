@@ -311,6 +311,15 @@ def test_step_is_fused_where_torch_has_a_kernel_for_the_shards(
     assert not any(torch.equal(value, before[name]) for name, value in whole(model.state_dict()).items())
 
 
+@pytest.mark.parametrize(("chosen", "is_fused"), [({}, True), ({"foreach": False}, None), ({"fused": False}, None)])
+def test_step_is_not_fused_where_the_user_chose_for_a_group(chosen: dict[str, Any], is_fused: bool | None) -> None:
+    model, engine = Net(), raysgd.Engine(zero_stage=3, cpu_offload=True)
+    first, *others = model.parameters()
+    optimizer: Any = torch.optim.Adam([{"params": [first]}, {"params": others, **chosen}])
+    _, optimizer, *_ = engine.compose(model=model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["fused"] is is_fused
+
+
 @pytest.mark.parametrize(("strategies", "chosen"), [({"fused_optimizer": True}, {}), ({}, {"fused": True})])
 def test_fused_step_that_torch_has_for_whole_parameters_alone_is_refused(
     strategies: dict[str, Any], chosen: dict[str, Any]

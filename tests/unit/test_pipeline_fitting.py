@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -238,6 +239,66 @@ def test_functions_are_called_by_the_names_of_their_parameters() -> None:
     assert call_by_name(lambda a, b, c: (a, b, c), **values) == (1, 2, 3)
     assert call_by_name(lambda *all_of_them: all_of_them, **values) == (1, 2, 3)
     assert call_by_name(max, **values) == 3
+
+
+# ------------------------------------------------------------------------------------------------------- evaluation
+
+
+def pred_fn(pred_rng: Any, params: Any, batch: Any) -> dict[str, Any]:
+    out = outputs_of(params, batch)
+    return {"out": out, "wide": jax.numpy.repeat(out[:, None], 1001, axis=1), "half": out.astype("bfloat16")}
+
+
+def metrics_of(examples: list[Any], preds: list[Any]) -> dict[str, Any]:
+    return {"ids": [each["id"] for each in examples], "last": float(preds[-1]["out"]), "num": len(preds)}
+
+
+def test_evaluation_is_that_of_each_example_once(deployer: Deployer, tmp_path: Path) -> None:
+    plain = make_trainer(deployer).fit(EXAMPLES, 4, 2)
+    trainer = make_trainer(deployer)
+    predictor = Predictor(deployer, collate_fn, pred_fn)
+    result = trainer.fit(EXAMPLES, 4, 2, EXAMPLES[:7], 3, eval_predictor=predictor, eval_metric_fn=metrics_of)
+    check_equal(result.params, plain.params)
+    batch = collate_fn(EXAMPLES[:7])
+    out = np.asarray(outputs_of(result.params, batch))
+    newest = result.history[-1]
+    assert newest["eval_loss"] == pytest.approx(float(((out - batch["x"].sum(axis=1)) ** 2).mean()), rel=1e-5)
+    assert (newest["eval_ids"], newest["eval_num"]) == (list(range(7)), 7)
+    assert newest["eval_last"] == pytest.approx(float(out[-1]), rel=1e-5)
+    folder = Path(deployer.evaluations_folder)
+    assert sorted(each.name for each in folder.iterdir()) == ["epoch_0", "epoch_1"]
+    assert json.loads((folder / "epoch_1" / "results.json").read_text())["num"] == 7
+    written = json.loads((folder / "epoch_1" / "outputs.json").read_text())
+    assert [each["example"]["id"] for each in written] == list(range(7))
+    assert [each["pred"]["out"] for each in written] == pytest.approx(out.tolist(), rel=1e-5)
+    assert [each["pred"]["half"] for each in written] == pytest.approx(out.tolist(), rel=1e-2)
+    assert written[0]["pred"]["wide"] == "array of shape (1001,) and dtype float32"
+    assert written[0]["example"]["x"] == pytest.approx(EXAMPLES[0]["x"].tolist())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eval_metric_fn": lambda examples, preds: {"loss": 1.0}}, "a metric 'loss', which eval_loss=True gives already"),
+        ({"output_fn": lambda rows: "text"}, "output_fn returned a str; return a list"),
+        ({"output_fn": lambda rows: 5}, "output_fn returned an int; return a list"),
+        ({"output_fn": lambda rows: [0]}, "output_fn returned 1 outputs for 3 rows"),
+        ({"pred_fn": lambda rng, params, batch: batch["x"].sum()}, r"array of shape \(\) for a batch of 3 rows"),
+        ({"pred_fn": lambda rng, params, batch: batch["x"][:2]}, r"array of shape \(2, 3\) for a batch of 3 rows"),
+    ],
+)
+def test_wrong_evaluation_is_refused_before_the_first_step(
+    deployer: Deployer, settings: dict[str, Any], message: str
+) -> None:
+    given = {"pred_fn": pred_fn, "output_fn": None, **settings}
+    metric_fn = given.pop("eval_metric_fn", metrics_of)
+    predictor, trainer = Predictor(deployer, collate_fn, **given), make_trainer(deployer)
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(EXAMPLES, 4, 1, EXAMPLES[:7], 3, eval_predictor=predictor, eval_metric_fn=metric_fn)
+    assert deployer.newest_checkpoint() is None
+    if "eval_metric_fn" in settings:
+        found = trainer.fit(EXAMPLES, 4, 1, EXAMPLES[:7], 3, False, predictor, metric_fn)
+        assert found.history[-1]["eval_loss"] == 1.0
 
 
 # --------------------------------------------------------------------------------------- loops and checkpoints of a user
