@@ -279,7 +279,10 @@ def test_evaluation_is_that_of_each_example_once(deployer: Deployer, tmp_path: P
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"eval_metric_fn": lambda examples, preds: {"loss": 1.0}}, "a metric 'loss', which eval_loss=True gives already"),
+        (
+            {"eval_metric_fn": lambda examples, preds: {"loss": 1.0}},
+            "a metric 'loss', which eval_loss=True gives already",
+        ),
         ({"output_fn": lambda rows: "text"}, "output_fn returned a str; return a list"),
         ({"output_fn": lambda rows: 5}, "output_fn returned an int; return a list"),
         ({"output_fn": lambda rows: [0]}, "output_fn returned 1 outputs for 3 rows"),
