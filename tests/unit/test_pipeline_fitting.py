@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -169,6 +170,21 @@ def test_fit_resumes_within_an_epoch_of_examples_by_epoch(deployer: Deployer) ->
     check_equal(result.params, expected.params)
     with pytest.raises(CheckpointError, match="train_examples is not a function, and was one when"):
         make_trainer(deployer).fit(EXAMPLES, 2, 2, resume_from=saved)
+
+
+def noisy_collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
+    batch = collate_fn(examples)
+    return {**batch, "x": batch["x"] + np.float32(np.random.normal() + random.random())}
+
+
+def test_collate_fn_draws_the_numbers_of_its_batch_whatever_was_drawn_before(deployer: Deployer) -> None:
+    histories = []
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)
+        histories.append(make_trainer(deployer, collate_fn=noisy_collate).fit(EXAMPLES, 4, 2).history)
+    first, second = ([each["train_loss"] for each in history] for history in histories)
+    assert first == second
 
 
 def test_function_of_the_epoch_that_returns_no_examples_is_refused(deployer: Deployer) -> None:
