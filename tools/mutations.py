@@ -5,8 +5,8 @@
     python tools/mutations.py raysgd/engine --only gradients.py:80   # each mutant of a line
 
 First, each test file of a folder runs once, and the lines of the folder that each test executes are kept in build/mutations/.
-Then each mutant runs the tests that execute its line, in a process that is forked from one that has imported torch and Ray. The
-mutant is a copy of the package, made of links and one changed file, so that processes that the tests start import it too.
+Then each mutant runs the tests that execute its line, in a process that is forked from one that has imported torch and Ray: those
+that have words of the line first, in some seconds; and where several ranks are needed, the gate's tests with them. The mutant is a copy of the package, made of links and one changed file, so that processes that the tests start import it too.
 The status is 1 if more than MAX_SURVIVORS of the mutants of a folder survive, without those that are kept.
 
 doc/design/0054-mutations.md says why this is not mutmut or cosmic-ray, and which survivors are kept.
@@ -52,7 +52,7 @@ FOLDERS = {
 SEVERAL_RANKS = {
     "raysgd/engine/tensor_parallel": ["tests/integration/test_engine_parallel.py", "-k", "tp or sp or own_plan"],
     "raysgd/engine/pipeline": ["tests/integration/test_engine_parallel.py", "-k", "pipeline or several"],
-    "raysgd/engine/planning": [],
+    "raysgd/engine/planning": ["tests/integration/test_engine_plan_ranks.py"],
     "raysgd/engine": ["tests/integration/test_engine_pairs.py", "tests/integration/test_engine_loops.py"],
 }
 RANKS_S = 600.0

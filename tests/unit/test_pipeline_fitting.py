@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ backends = pytest.importorskip("jax.extend").backend
 pytestmark = pytest.mark.jax
 
 from raysgd.pipeline.examples import call_by_name  # noqa: E402
+from raysgd.pipeline.worker.predicting import rows_on_all_devices  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
 EXAMPLES = [{"id": number, "x": RANDOM.normal(size=3).astype(np.float32)} for number in range(10)]
@@ -273,7 +275,8 @@ def test_evaluation_is_that_of_each_example_once(deployer: Deployer, tmp_path: P
     plain = make_trainer(deployer).fit(EXAMPLES, 4, 2)
     trainer = make_trainer(deployer)
     predictor = Predictor(deployer, collate_fn, pred_fn)
-    result = trainer.fit(EXAMPLES, 4, 2, EXAMPLES[:7], 3, eval_predictor=predictor, eval_metric_fn=metrics_of)
+    examples = [{**each, "tags": ["a", (each["id"], None)]} for each in EXAMPLES[:7]]
+    result = trainer.fit(EXAMPLES, 4, 2, examples, 3, eval_predictor=predictor, eval_metric_fn=metrics_of)
     check_equal(result.params, plain.params)
     batch = collate_fn(EXAMPLES[:7])
     out = np.asarray(outputs_of(result.params, batch))
@@ -289,6 +292,7 @@ def test_evaluation_is_that_of_each_example_once(deployer: Deployer, tmp_path: P
     assert [each["pred"]["out"] for each in written] == pytest.approx(out.tolist(), rel=1e-5)
     assert [each["pred"]["half"] for each in written] == pytest.approx(out.tolist(), rel=1e-2)
     assert written[0]["pred"]["wide"] == "array of shape (1001,) and dtype float32"
+    assert [each["example"]["tags"] for each in written] == [["a", [number, None]] for number in range(7)]
     assert written[0]["example"]["x"] == pytest.approx(EXAMPLES[0]["x"].tolist())
 
 
@@ -318,6 +322,13 @@ def test_wrong_evaluation_is_refused_before_the_first_step(
     if "eval_metric_fn" in settings:
         found = trainer.fit(EXAMPLES, 4, 1, EXAMPLES[:7], 3, False, predictor, metric_fn)
         assert found.history[-1]["eval_loss"] == 1.0
+
+
+@pytest.mark.parametrize(("shards", "rows"), [(1, 60), (2, 30), (4, 15)])
+def test_each_replica_takes_the_rows_of_a_device(shards: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    settings: Any = SimpleNamespace(n_model_shards=shards)
+    assert rows_on_all_devices(3, settings, 5) == rows
 
 
 # --------------------------------------------------------------------------------------- loops and checkpoints of a user
