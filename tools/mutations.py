@@ -1,12 +1,13 @@
-"""Change the package in one small place at a time, and list the changes that no unit test notices.
+"""Change the package in one small place at a time, and list the changes that no test notices.
 
     python tools/mutations.py                                   # 100 mutants of each folder of FOLDERS: `make mutations`
     python tools/mutations.py raysgd/engine --sample 40 --seed 7
     python tools/mutations.py raysgd/engine --only gradients.py:80   # each mutant of a line
 
 First, each test file of a folder runs once, and the lines of the folder that each test executes are kept in build/mutations/.
-Then each mutant runs the tests that execute its line, in a process that is forked from one that has imported torch and Ray: those
-that have words of the line first, in some seconds; and where several ranks are needed, the gate's tests with them. The mutant is a copy of the package, made of links and one changed file, so that processes that the tests start import it too.
+Then each mutant runs the tests that execute its line, those that have words of the line first, and what these do not notice is
+left to the gate's tests of several ranks. They run in a process that is forked from one that has imported torch and Ray. The
+mutant is a copy of the package, made of links and one changed file, so that processes that the tests start import it too.
 The status is 1 if more than MAX_SURVIVORS of the mutants of a folder survive, without those that are kept.
 
 doc/design/0054-mutations.md says why this is not mutmut or cosmic-ray, and which survivors are kept.
