@@ -28,6 +28,7 @@ pytestmark = pytest.mark.jax
 
 from raysgd.pipeline.examples import call_by_name  # noqa: E402
 from raysgd.pipeline.worker.predicting import rows_on_all_devices  # noqa: E402
+from raysgd.pipeline.worker.train_state import restore_arrays  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
 EXAMPLES = [{"id": number, "x": RANDOM.normal(size=3).astype(np.float32)} for number in range(10)]
@@ -358,6 +359,25 @@ def test_checkpoint_of_every_kth_epoch_is_kept(deployer: Deployer, k: int, kept:
     assert result.checkpoints["last"].metrics["epoch"] == 4
     with pytest.raises(ConfigError, match="save_ckpt_every_k_epochs=0"):
         make_trainer(deployer).fit(EXAMPLES, 4, 1, save_ckpt_every_k_epochs=0)
+
+
+def test_checkpoint_has_the_optimizer_and_the_types_that_were_asked_for(deployer: Deployer) -> None:
+    def saved(**settings: Any) -> Any:
+        result = make_trainer(deployer).fit(EXAMPLES, 4, 1, save_last_ckpt=True, **settings)
+        return result.checkpoints["last"].load()["train_state"]
+
+    whole, small = saved(), saved(save_opt_states=False, save_float_dtype="bfloat16")
+    assert whole.keys() - small.keys() == {"opt_state"} and int(small["step"]) == 3
+    assert (whole["params"]["up"]["kernel"].dtype, small["params"]["up"]["kernel"].dtype) == ("float32", "bfloat16")
+
+
+@pytest.mark.parametrize(("saved", "like"), [("float32", "int32"), ("int32", "float32")])
+def test_numbers_of_another_kind_are_not_converted(saved: str, like: str) -> None:
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted, short = ({"a": jax.ShapeDtypeStruct((2,), each, sharding=place)} for each in (like, "bfloat16"))
+    with pytest.raises(CheckpointError, match=f"saved as {saved} of shape .* has {like}"):
+        restore_arrays({"a": np.ones(2, saved)}, wanted)
+    assert restore_arrays({"a": np.full(2, 1.5, np.float32)}, short)["a"].tolist() == [1.5, 1.5]
 
 
 def test_training_continues_from_a_loaded_checkpoint(deployer: Deployer) -> None:
