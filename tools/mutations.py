@@ -526,28 +526,29 @@ def check_folder(folder: str, arguments: argparse.Namespace, until: float) -> bo
         chosen = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
     counts: dict[str, int] = defaultdict(int)
-    total_s = 0.0
+    before = os.times()
     for mutant in chosen:
         if time.monotonic() > until:
             break
         counts["sampled"] += 1
         names, began = tests_of(mutant, tests), time.monotonic()
         noticed = find_notice(mutant, names, tests)
-        duration_s = time.monotonic() - began
-        total_s += duration_s
         if noticed:
             counts["killed"] += 1
             if arguments.verbose:
+                duration_s = time.monotonic() - began
                 print(f"killed    {mutant.name()}   by {noticed}   {duration_s:.1f} s", flush=True)
         elif mutant.row() in page:
             counts["kept"] += 1
         else:
             counts["survived"] += 1
             print(f"SURVIVED  {mutant.name()}   {len(names)} tests", flush=True)
+    after = os.times()
+    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
     print(
         f"{folder}: {counts['sampled']} of {len(mutants)} mutants, {counts['killed']} killed, "
         f"{counts['survived']} survived, {counts['kept']} kept; "
-        f"{total_s / max(counts['sampled'], 1):.1f} s each; seed {arguments.seed}",
+        f"{cpu_s / max(counts['sampled'], 1):.1f} s of a CPU each; seed {arguments.seed}",
         flush=True,
     )
     return counts["survived"] <= MAX_SURVIVORS * counts["sampled"]
