@@ -56,6 +56,19 @@ WRONG_VALUES = {
 }
 
 
+def test_settings_are_off_by_default() -> None:
+    config = {each.name: each.default for each in fields(raysgd.EngineConfig)}
+    given = {name: value for name, value in config.items() if value is not None and value is not False}
+    assert given == {
+        "precision": "fp32",
+        "loss_scale": 65536.0,
+        "zero_stage": 0,
+        "tensor_parallel": 1,
+        "pipeline_parallel": 1,
+        "accumulation_steps": 1,
+    }
+
+
 def test_wrong_value_of_each_setting_is_refused_by_its_name() -> None:
     assert list(WRONG_VALUES) == [each.name for each in fields(raysgd.EngineConfig)]
     for name, value in WRONG_VALUES.items():

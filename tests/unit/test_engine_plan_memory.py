@@ -15,6 +15,7 @@ from raysgd.engine.planning import Hardware, MemoryEstimate
 from raysgd.engine.planning.memory import blocks_of_stage, estimate_memory
 from raysgd.engine.planning.profile import Amount, ModelProfile, ParameterInfo, Segment, find_highest
 from raysgd.engine.planning.step_time import estimate_time
+from raysgd.errors import ConfigError
 
 MB = 1_000_000
 
@@ -324,3 +325,20 @@ def test_time_of_a_step_is_that_of_its_bytes_flops_and_messages(
 def test_small_operations_take_the_time_of_their_launch() -> None:
     found = estimate_time(make_profile(), EngineConfig(), Hardware(flops_per_s=1e30), data_parallel=1, num_rows=1)
     assert found.compute_s == pytest.approx(16 * 60 * 5e-6)
+
+
+def test_hardware_is_a_data_center_gpu_of_a_node_of_eight() -> None:
+    assert vars(Hardware()) == {
+        "flops_per_s": 1e14,
+        "kernel_s": 5e-6,
+        "memory_bytes_per_s": 1.5e12,
+        "bandwidth_bytes_per_s": 1e11,
+        "internode_bytes_per_s": 1e10,
+        "host_bytes_per_s": 2e10,
+        "latency_s": 1e-5,
+        "devices_per_node": 8,
+    }
+    assert [Hardware().bandwidth(number) for number in (8, 9)] == [1e11, 1e10]
+    for name in vars(Hardware()):
+        with pytest.raises(ConfigError, match=f"{name}=0"):
+            Hardware(**{name: 0})
