@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from raysgd.declarative import CheckpointConfig, ModelConfig, TrainerArgs, load_args
-from raysgd.declarative.args import HOOKS, FieldError, HookConfig, HookMapConfig
+from raysgd.declarative.args import HOOKS, FieldError, HookConfig, HookMapConfig, LogConfig, LRSchedulerConfig
 from raysgd.declarative.reading import Tree, args_of, as_values, merge
 from raysgd.declarative.searching import _space_of, check_search
 from raysgd.errors import ConfigError
@@ -137,6 +137,15 @@ def test_fields_have_the_names_and_defaults_of_the_document() -> None:
     values = as_values(args_of(SMALL))
     assert dict(list(values.items())[:29]) == FIELDS
     assert list(values)[29:] == ["trainer", "engine", "search"]
+
+
+@pytest.mark.parametrize(
+    ("component", "what"),
+    [(LRSchedulerConfig, "lr_scheduler has"), (LogConfig, "a logger has"), (HookConfig, "hook has"), (TrainerArgs, "model")],
+)
+def test_component_without_a_type_is_refused(component: Any, what: str) -> None:
+    with pytest.raises(FieldError, match=f"{what}.* no type; give"):
+        component(**({"model": ModelConfig()} if component is TrainerArgs else {}))
 
 
 def test_there_are_the_23_hooks_of_the_document() -> None:
