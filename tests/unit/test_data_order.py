@@ -91,6 +91,19 @@ def test_order_of_a_stream_is_the_one_that_saved_positions_belong_to() -> None:
     assert zlib.crc32(rows.tobytes()) == 52908601
 
 
+def test_rows_of_a_stream_that_is_not_shuffled_are_read_as_ranges() -> None:
+    order = StreamOrder(seed=0, epoch=0, shuffle=False, stretch_rows=50)
+    order.set_known_rows(100, is_all=True)
+    assert order.rows(range(40, 60)) == range(40, 60)
+
+
+@pytest.mark.parametrize(
+    ("batch", "world_size", "size", "is_even"), [(8, 2, 8, True), (8, 2, 6, False), (9, 2, 9, False), (8, 3, 8, False)]
+)
+def test_whole_steps_that_divide_are_even(batch: int, world_size: int, size: int, is_even: bool) -> None:
+    assert RankAssignment(num_rows=100, global_batch=batch, rank=0, world_size=world_size).is_even(size) is is_even
+
+
 @pytest.mark.parametrize(
     ("block_rows", "block_bytes", "global_batch", "stretch_rows"),
     [

@@ -330,6 +330,18 @@ def test_fused_step_that_torch_has_for_whole_parameters_alone_is_refused(
         engine.compose(model=model, optimizer=optimizer)
 
 
+def test_step_of_the_given_optimizer_is_refused_also_between_steps_of_the_returned_one() -> None:
+    engine, model, optimizer = composed()
+    for number in range(2):
+        step(engine, model, optimizer, number)
+        before = whole(model.state_dict())
+        with pytest.raises(
+            UsageError, match=r"the AdamW that the engine was given.*Call step\(\) on the optimizer that was"
+        ):
+            optimizer.inner.step()
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_step_that_fails_leaves_nothing_at_the_optimizer() -> None:
     engine, model, optimizer = composed(precision="fp16", fused_optimizer=True)
     before = set(vars(optimizer.inner))
