@@ -252,6 +252,11 @@ def test_ranks_that_wait_for_a_hundredth_of_the_step_are_seen_to_wait(
     assert Ranks(3).windows([fast, Step(0.5 - waiting, data=0.5, waiting=waiting), fast]) == found
 
 
+@pytest.mark.parametrize(("longer", "found"), [(0.09, [(1, "data")]), (0.11, [])])
+def test_steps_that_differ_by_less_than_a_tenth_are_equally_long(longer: float, found: list[tuple[int, str]]) -> None:
+    assert Ranks(3).windows([Step(1.0), Step(0.5 + longer, data=0.5), Step(1.0)]) == found
+
+
 def test_checkpoint_time_may_include_waiting() -> None:
     """Fast ranks wait for the slow rank when a state is gathered from all ranks."""
     gathers = [Step(0.1, checkpoint=0.2), Step(0.3), Step(0.1, checkpoint=0.2)]
@@ -364,3 +369,9 @@ def test_message_names_rank_node_and_step_times() -> None:
         "step_s": 0.32,
         "since_s": 12.345679,
     }
+
+
+def test_times_of_a_straggler_are_in_milliseconds_below_a_tenth_of_a_second() -> None:
+    assert Straggler(1, "data", 0.1, 0.0994, 1.0, 3.0).describe("n") == (
+        "rank 1 on n is slow: 0.10 s a step of its own, the others 99.4 ms; most of the difference in: data"
+    )
