@@ -155,9 +155,9 @@ def test_component_without_a_type_is_refused(component: Any, what: str) -> None:
 
 
 def test_all_settings_are_given_by_name() -> None:
-    kinds = [each for each in vars(args_module).values() if dataclasses.is_dataclass(each)]
+    kinds: list[Any] = [each for each in vars(args_module).values() if dataclasses.is_dataclass(each)]
     assert len(kinds) >= 10
-    assert [kind for kind in kinds if not all(each.kw_only for each in dataclasses.fields(kind))] == []  # type: ignore[arg-type]
+    assert [kind for kind in kinds if not all(each.kw_only for each in dataclasses.fields(kind))] == []
 
 
 def test_there_are_the_23_hooks_of_the_document() -> None:

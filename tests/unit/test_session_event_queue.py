@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from raysgd._util.json import decode_rows
 from raysgd.errors import MetricError
-from raysgd.session import event_queue as event_queue_module
 from raysgd.session.event_queue import EventQueue, encode_rows
 from raysgd.session.events import PartSafe, Reports, Saved, Warned, WorkerEvent
 from raysgd.session.metrics import Deferred
@@ -58,7 +57,7 @@ def test_batch_keeps_the_order_of_its_events() -> None:
 
 def test_report_waits_for_a_moment_above_200_000_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(event_queue_module.time, "sleep", pauses.append)
+    monkeypatch.setattr("raysgd.session.event_queue.time.sleep", pauses.append)
     event_queue = EventQueue(0)
     for _ in range(200_000):
         event_queue.put_report(row(0))
