@@ -365,7 +365,8 @@ def tests_of(mutant: Mutant, tests: dict[str, Any]) -> list[str]:
     words = {name: wanted & _words_of_test(name) for name in covering}
     counts = Counter(word for each in words.values() for word in each)
     likely = {name: sum(1 / counts[word] for word in each) for name, each in words.items()}  # rare words count for more
-    chosen, total_s = [], 0.0
+    chosen: list[str] = []
+    total_s = 0.0
     for name in sorted(covering, key=lambda name: (-likely[name], tests[name]["duration_s"])):
         if not chosen or total_s + tests[name]["duration_s"] <= TESTS_S:
             total_s += tests[name]["duration_s"]

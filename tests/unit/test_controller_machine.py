@@ -268,6 +268,15 @@ def test_simultaneous_deaths_count_as_one_failure() -> None:
     assert len(run.entries) == 2
 
 
+def test_error_names_all_ranks_that_died_together() -> None:
+    run = running(failure_config=FailureConfig(max_failures=0))
+    run.end_stream(0, "killed")
+    run.end_stream(1, "killed")
+    run.advance(GATHER_S)
+    assert run.outcome is not None
+    assert run.outcome.message.startswith("the worker processes of ranks [0, 1] on node0, node1 died: killed")
+
+
 def test_death_while_survivors_leave_belongs_to_same_failure() -> None:
     run = SimulatedRun(3, failure_config=FailureConfig(max_failures=1))
     run.ready()

@@ -90,7 +90,7 @@ class AvoidedNodes(Set[str]):
         return iter([node_id for node_id, node in self._nodes.items() if node.is_avoided])
 
     def __contains__(self, node_id: object) -> bool:
-        return node_id in iter(self)
+        return any(each == node_id for each in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
