@@ -94,7 +94,7 @@ matrix: $(TEST)  ## Every combination of the engine's strategies against the pla
 	@RAYSGD_MATRIX=all RAYSGD_MATRIX_PAGE=doc/benchmarks/matrix.md $(BIN)/python -m pytest -q tests/integration/test_engine_matrix.py::test_losses_and_parameters_are_those_of_the_plain_loop $(ARGS)
 
 # With another sample each night.
-mutations: $(JAX)  ## Change the package in a hundred places of each folder, and list what no unit test notices (ARGS="raysgd/session --sample 40")
+mutations: $(JAX)  ## Change the package in a hundred places of each folder, and list what no test notices (ARGS="raysgd/session --sample 40")
 	@$(COMPILE)
 	@$(BIN)/python tools/mutations.py --seed $(BEGAN) $(ARGS)
 

@@ -163,4 +163,4 @@ def _advice(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

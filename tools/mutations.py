@@ -1,11 +1,12 @@
-"""Change the package in one small place at a time, and list the changes that no unit test notices.
+"""Change the package in one small place at a time, and list the changes that no test notices.
 
     python tools/mutations.py                                   # 100 mutants of each folder of FOLDERS: `make mutations`
     python tools/mutations.py raysgd/engine --sample 40 --seed 7
     python tools/mutations.py raysgd/engine --only gradients.py:80   # each mutant of a line
 
 First, each test file of a folder runs once, and the lines of the folder that each test executes are kept in build/mutations/.
-Then each mutant runs the tests that execute its line, in a process that is forked from one that has imported torch and Ray. The
+Then each mutant runs the tests that execute its line, those that have words of the line first, and what these do not notice is
+left to the gate's tests of several ranks. They run in a process that is forked from one that has imported torch and Ray. The
 mutant is a copy of the package, made of links and one changed file, so that processes that the tests start import it too.
 The status is 1 if more than MAX_SURVIVORS of the mutants of a folder survive, without those that are kept.
 
@@ -16,17 +17,19 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import hashlib
 import importlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -41,14 +44,22 @@ FOLDERS = {
     "raysgd/engine": "test_engine_*",
     "raysgd/declarative": "test_declarative_* test_cli_train test_cli_plan",
     "raysgd/pipeline/worker": "test_pipeline_* test_jax_*",
-    "raysgd/controller/policies": "test_controller_* test_config",
-    "raysgd/controller/machine": "test_controller_*",
-    "raysgd/session": "test_session_* test_torch_logical test_jax_logical test_cli_checkpoints",
+    "raysgd/controller/policies": "test_controller_* test_config test_promised_numbers",
+    "raysgd/controller/machine": "test_controller_* test_promised_numbers",
+    "raysgd/session": "test_session_* test_promised_numbers test_torch_logical test_jax_logical test_cli_checkpoints",
     "raysgd/data/order": "test_data_*",
 }
+#: What several ranks do is executed by no unit test: the gate's tests of a file or folder that run for its survivors.
+SEVERAL_RANKS = {
+    "raysgd/engine/tensor_parallel": ["tests/integration/test_engine_parallel.py", "-k", "tp or sp or own_plan"],
+    "raysgd/engine/pipeline": ["tests/integration/test_engine_parallel.py", "-k", "pipeline or several"],
+    "raysgd/engine/planning": ["tests/integration/test_engine_plan_ranks.py"],
+    "raysgd/engine": ["tests/integration/test_engine_pairs.py", "tests/integration/test_engine_loops.py"],
+}
+RANKS_S = 600.0
 MAX_SURVIVORS = 0.1
-#: A mutant's tests take at most this long in the original, fastest first; the mutant itself may take PATIENCE times that.
-TESTS_S, PATIENCE, LEAST_S = 15.0, 5.0, 30.0
+#: A mutant's tests took at most this long while lines were recorded; the mutant itself may take PATIENCE times that.
+TESTS_S, PATIENCE, LEAST_S = 30.0, 5.0, 60.0
 PRELOADED = ("torch", "torch.distributed.tensor", "ray", "pytest", "hypothesis", "pandas", "pyarrow", "pyarrow.fs")
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -98,7 +109,7 @@ class Mutant:
 
 
 class _Finder(ast.NodeVisitor):
-    """Finds the mutants of one file. Annotations, asserts, f-strings and `TYPE_CHECKING` blocks are left as they are."""
+    """Finds the mutants of one file. Annotations, what asserts, f-strings and `TYPE_CHECKING` are left as they are."""
 
     def __init__(self, path: Path) -> None:
         self.found: list[Mutant] = []
@@ -136,6 +147,10 @@ class _Finder(ast.NodeVisitor):
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         pass
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg not in ("frozen", "strict"):  # `dataclass(frozen=True)`, `zip(strict=True)`: these assert
+            self.visit(node.value)
 
     def visit_If(self, node: ast.If) -> None:
         if "TYPE_CHECKING" not in ast.unparse(node.test):
@@ -317,7 +332,10 @@ def record(folder: str, patience_s: float) -> dict[str, Any]:
 
 
 def tests_of(mutant: Mutant, tests: dict[str, Any]) -> list[str]:
-    """Return the tests that execute the line of a mutant, fastest first; for a line of the module, those of the module."""
+    """Return the tests that execute the line of a mutant, the likeliest first; for a line of the module, those of the module.
+
+    A test is likely to notice a mutant if it has words of the changed line.
+    """
     first, last = mutant.scope
 
     def is_covering(lines: list[int]) -> bool:
@@ -336,20 +354,44 @@ def tests_of(mutant: Mutant, tests: dict[str, Any]) -> list[str]:
         )
         covering = {name for name, test in tests.items() if nearest in test["lines"].get(mutant.path, [])}
     if not last:  # what imports the module may use a constant of it, and execute no line of it
-        dotted = mutant.path.removesuffix(".py").replace("/", ".")
-        users = {
-            path.relative_to(ROOT).as_posix()
-            for path in files_of("raysgd")
-            if f"from {dotted} import" in path.read_text()
-        }
+        package, _, stem = mutant.path.removesuffix(".py").replace("/", ".").rpartition(".")
+        imports = re.compile(rf"from {package}(\.{stem} import | import .*\b{stem}\b)")
+        users = {path.relative_to(ROOT).as_posix() for path in files_of("raysgd") if imports.search(path.read_text())}
         covering |= {name for name, test in tests.items() if users & test["lines"].keys()}
-    chosen, total_s = [], 0.0
-    for name in sorted(covering, key=lambda name: tests[name]["duration_s"]):
-        total_s += tests[name]["duration_s"]
-        if chosen and total_s > TESTS_S:
-            break
-        chosen.append(name)
+        files = {name.partition("::")[0] for name in tests}
+        users = {file for file in files if imports.search((ROOT / file).read_text())}
+        covering |= {name for name in tests if name.partition("::")[0] in users}
+    wanted = _words(mutant.what + mutant.code)
+    words = {name: wanted & _words_of_test(name) for name in covering}
+    counts = Counter(word for each in words.values() for word in each)
+    likely = {name: sum(1 / counts[word] for word in each) for name, each in words.items()}  # rare words count for more
+    chosen: list[str] = []
+    total_s = 0.0
+    for name in sorted(covering, key=lambda name: (-likely[name], tests[name]["duration_s"])):
+        if not chosen or total_s + tests[name]["duration_s"] <= TESTS_S:
+            total_s += tests[name]["duration_s"]
+            chosen.append(name)
     return chosen
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z]\w{3,}", text))
+
+
+def _words_of_test(name: str) -> set[str]:
+    """Return the words of a test's source, and of its parameters."""
+    function = name.rpartition("::")[2].partition("[")[0]
+    return _words(name) | _words_of_functions(name.partition("::")[0]).get(function, set())
+
+
+@functools.cache
+def _words_of_functions(file: str) -> dict[str, set[str]]:
+    text = (ROOT / file).read_text()
+    found = (each for each in ast.walk(ast.parse(text)) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    begins = {each: min(one.lineno for one in (each, *each.decorator_list)) for each in found}
+    return {
+        each.name: _words("\n".join(text.splitlines()[begin - 1 : each.end_lineno])) for each, begin in begins.items()
+    }
 
 
 # ----------------------------------------------------------------------------------------------------- processes
@@ -423,11 +465,8 @@ class _FirstFailure:
             self._file.write_text(report.nodeid)
 
 
-def run_mutant(mutant: Mutant, names: list[str], tests: dict[str, Any]) -> str:
-    """Run tests with a mutant in place of the package; returns how it was noticed, or an empty text."""
-    if not names:
-        return ""
-    patience_s = max(LEAST_S, PATIENCE * sum(tests[name]["duration_s"] for name in names))
+def run_mutant(mutant: Mutant, arguments: list[str], patience_s: float) -> str:
+    """Run pytest with a mutant in place of the package; returns how it was noticed, or an empty text."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _make_package(mutant, folder)
@@ -437,7 +476,7 @@ def run_mutant(mutant: Mutant, names: list[str], tests: dict[str, Any]) -> str:
             sys.path.insert(0, name)
             os.environ["PYTHONPATH"] = os.pathsep.join((name, str(ROOT)))
             sys.dont_write_bytecode = True  # links have the files of the original, and their bytecode
-            return _pytest(["-x", *names], [_FirstFailure(failed)])
+            return _pytest(["-x", *arguments], [_FirstFailure(failed)])
 
         status = _in_fork(run, patience_s)
         if status == 0:
@@ -448,29 +487,30 @@ def run_mutant(mutant: Mutant, names: list[str], tests: dict[str, Any]) -> str:
 def find_notice(mutant: Mutant, names: list[str], tests: dict[str, Any]) -> str:
     """Return how a mutant is noticed, or an empty text.
 
-    The file with the most of the tests runs first, alone, because pytest reads every file before it runs a test.
+    The file with the first test runs first, alone, because pytest reads every file before it runs a test. What no unit test
+    notices is left to the tests of several ranks, if the module has some.
     """
-    by_file: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        by_file[name.partition("::")[0]].append(name)
-    first = max(by_file.values(), key=len, default=[])
-    for part in (first, [name for name in names if name not in first]):
-        noticed = run_mutant(mutant, part, tests)
-        while noticed in tests and not is_passing(noticed, tests):
-            part.remove(noticed)
-            noticed = run_mutant(mutant, part, tests)
-        if noticed:
-            return noticed
+    first = [name for name in names if name.partition("::")[0] == names[0].partition("::")[0]]
+    several = next((each for path, each in SEVERAL_RANKS.items() if mutant.path.startswith(path)), [])
+    for part in (first, [name for name in names if name not in first], several):
+        patience_s = max(LEAST_S, PATIENCE * sum(tests[name]["duration_s"] for name in part if name in tests))
+        skipped: list[str] = []
+        while part and (noticed := run_mutant(mutant, [*part, *skipped], RANKS_S if part is several else patience_s)):
+            if is_passing(noticed, tests):
+                return noticed
+            skipped.append(f"--deselect={noticed}")
     return ""
 
 
 def is_passing(name: str, tests: dict[str, Any]) -> bool:
-    """Return whether a test passes with a copy of the package that is not changed; it is run once."""
-    if "is_passing" not in tests[name]:
-        path = next(iter(tests[name]["lines"]), "raysgd/__init__.py")
-        unchanged = Mutant(path, 0, (0, 0), 0, 0, "", "", "")
-        tests[name]["is_passing"] = run_mutant(unchanged, [name], tests) == ""
-    return bool(tests[name]["is_passing"])
+    """Return whether what noticed a mutant, if it is a test, passes with a copy of the package that is not changed; once."""
+    if "::" not in name:
+        return True
+    test = tests.setdefault(name, {"lines": {}, "duration_s": RANKS_S / PATIENCE})
+    if "is_passing" not in test:
+        unchanged = Mutant(next(iter(test["lines"]), "raysgd/__init__.py"), 0, (0, 0), 0, 0, "", "", "")
+        test["is_passing"] = run_mutant(unchanged, [name], max(LEAST_S, PATIENCE * test["duration_s"])) == ""
+    return bool(test["is_passing"])
 
 
 # ---------------------------------------------------------------------------------------------------------- report
@@ -487,24 +527,29 @@ def check_folder(folder: str, arguments: argparse.Namespace, until: float) -> bo
         chosen = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
     counts: dict[str, int] = defaultdict(int)
+    before = os.times()
     for mutant in chosen:
         if time.monotonic() > until:
             break
         counts["sampled"] += 1
-        names = tests_of(mutant, tests)
+        names, began = tests_of(mutant, tests), time.monotonic()
         noticed = find_notice(mutant, names, tests)
         if noticed:
             counts["killed"] += 1
             if arguments.verbose:
-                print(f"killed    {mutant.name()}   by {noticed}", flush=True)
+                duration_s = time.monotonic() - began
+                print(f"killed    {mutant.name()}   by {noticed}   {duration_s:.1f} s", flush=True)
         elif mutant.row() in page:
             counts["kept"] += 1
         else:
             counts["survived"] += 1
             print(f"SURVIVED  {mutant.name()}   {len(names)} tests", flush=True)
+    after = os.times()
+    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
     print(
         f"{folder}: {counts['sampled']} of {len(mutants)} mutants, {counts['killed']} killed, "
-        f"{counts['survived']} survived, {counts['kept']} kept; seed {arguments.seed}",
+        f"{counts['survived']} survived, {counts['kept']} kept; "
+        f"{cpu_s / max(counts['sampled'], 1):.1f} s of a CPU each; seed {arguments.seed}",
         flush=True,
     )
     return counts["survived"] <= MAX_SURVIVORS * counts["sampled"]

@@ -44,3 +44,7 @@ if not _typing.TYPE_CHECKING:  # type checkers would take every name for a publi
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

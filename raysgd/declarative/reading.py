@@ -178,7 +178,7 @@ class Tree:
             if found in (_NOTHING, None):
                 found = [] if parts[0].isdecimal() else {}
                 self.places[path] = place
-            elif is_full_name(found) and path[-2:-1] in ((), ("log",)):
+            elif is_full_name(found) and path[:-1] in ((), ("log",)):
                 found = {"type": found}  # the short form of a component
             elif not isinstance(found, (dict, list)):
                 raise UnknownArgumentError(f"{place}: {'.'.join(path)} is {found!r}, which has no field {parts[0]!r}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -81,8 +81,8 @@ class MemoryUse:
 
 
 def measure(
-    parameters: Iterable[torch.Tensor],
-    updated: Iterable[torch.Tensor],
+    parameters: Collection[torch.Tensor],
+    updated: Collection[torch.Tensor],
     state: Iterable[torch.Tensor],
     kept_activations: int | None = None,
 ) -> MemoryUse:
@@ -94,7 +94,6 @@ def measure(
         state: The optimizer's.
         kept_activations: As measured by `KeptActivations`.
     """
-    parameters, updated = list(parameters), list(updated)
     seen: set[tuple[torch.device, int]] = set()
     gradients = (each.grad for each in (*parameters, *updated) if each.grad is not None)
     return MemoryUse(

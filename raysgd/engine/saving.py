@@ -238,7 +238,7 @@ def _outline(tree: Any) -> Any:
         return {key: _outline(value) for key, value in tree.items()}
     if isinstance(tree, torch.Tensor) and tree.ndim:
         return AbsentTensor(tuple(tree.shape), tree.dtype)
-    return tree.detach().cpu() if isinstance(tree, torch.Tensor) else tree
+    return tree.cpu() if isinstance(tree, torch.Tensor) else tree
 
 
 def _merge(one: Any, other: Any) -> Any:

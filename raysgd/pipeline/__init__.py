@@ -28,4 +28,4 @@ def __getattr__(name: str) -> _typing.Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -27,3 +27,7 @@ if not _typing.TYPE_CHECKING:  # type checkers would take every name for a publi
         from raysgd.tensorflow.strategy import MultiWorkerMirroredStrategy
 
         return MultiWorkerMirroredStrategy
+
+
+def __dir__() -> list[str]:
+    return __all__

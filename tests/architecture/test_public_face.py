@@ -97,8 +97,10 @@ def test_every_public_name_has_one_stability_label() -> None:
     assert [name for name, count in labelled.items() if count > 1] == []
 
 
-def test_dir_lists_the_public_names() -> None:
-    assert set(raysgd.__all__) <= set(dir(raysgd))
+@pytest.mark.parametrize("package", PUBLIC)
+def test_dir_lists_the_public_names(package: str) -> None:
+    module = importlib.import_module(package)
+    assert set(module.__all__) <= set(dir(module))
 
 
 @pytest.mark.parametrize(

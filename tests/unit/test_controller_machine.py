@@ -268,6 +268,15 @@ def test_simultaneous_deaths_count_as_one_failure() -> None:
     assert len(run.entries) == 2
 
 
+def test_error_names_all_ranks_that_died_together() -> None:
+    run = running(failure_config=FailureConfig(max_failures=0))
+    run.end_stream(0, "killed")
+    run.end_stream(1, "killed")
+    run.advance(GATHER_S)
+    assert run.outcome is not None
+    assert run.outcome.message.startswith("the worker processes of ranks [0, 1] on node0, node1 died: killed")
+
+
 def test_death_while_survivors_leave_belongs_to_same_failure() -> None:
     run = SimulatedRun(3, failure_config=FailureConfig(max_failures=1))
     run.ready()
@@ -418,15 +427,18 @@ def test_error_after_max_failures_names_last_exception_of_train_func() -> None:
     ]
 
 
-def test_exception_well_before_a_death_is_raised() -> None:
+@pytest.mark.parametrize(("before_s", "is_cause"), [(0.29, False), (0.31, True)])
+def test_exception_is_raised_that_arrived_more_than_0_3_s_before_a_death(before_s: float, is_cause: bool) -> None:
     run = running()
     run.deliver(0, broken())
     run.deliver(1, failed("the cause", at=2000.0))  # its clock is far ahead
-    run.now += 0.5  # the controller was busy: its timers come late
+    run.now += before_s  # the controller was busy: its timers come late
     run.end_stream(0, "aborted by its framework")
     run.advance(GATHER_S)
-    assert run.outcome is not None and run.outcome.failed is not None
-    assert run.outcome.failed.summary == "the cause"
+    run.end_stream(1)
+    failed_by = None if run.outcome is None or run.outcome.failed is None else run.outcome.failed.summary
+    assert failed_by == ("the cause" if is_cause else None)
+    assert len(run.events("failure")) == (0 if is_cause else 1)
 
 
 def test_process_group_setup_error_is_a_retried_failure() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +95,15 @@ def test_time_since_the_newest_look_counts_as_waiting() -> None:
     assert policy.find_mismatch(104.0) is None
     warned = policy.find_mismatch(106.0)
     assert warned is not None and "for 31 s" in warned.why
+
+
+@pytest.mark.parametrize(("seconds", "is_found"), [(14.9, True), (15.1, False)])
+def test_position_counts_for_three_looks(seconds: float, is_found: bool) -> None:
+    policy = MismatchPolicy(TIMEOUT_S, range(2))
+    policy.on_position(0, computes(done(12)), 100.0)
+    policy.on_returned(0)
+    policy.on_position(1, replace(waits(last(13)), waited_s=30.0, blocked_s=30.0), 100.0)
+    assert (policy.find_mismatch(100.0 + seconds) is not None) is is_found
 
 
 def test_warning_comes_after_30_seconds_however_long_the_run_waits() -> None:
@@ -335,7 +345,7 @@ def test_positions_are_asked_for_only_while_a_rank_makes_no_call() -> None:
     policy.on_heartbeat(1, Heartbeat(5, 900.0, is_inside=False))
     assert not policy.is_look_due(100.0)
     policy.on_heartbeat(0, Heartbeat(5, 11.0, is_inside=True))
-    assert [policy.is_look_due(100.0 + second) for second in range(11)].count(True) == 3
+    assert [tenth / 10 for tenth in range(120) if policy.is_look_due(100.0 + tenth / 10)] == [0, 5, 10]
 
 
 places = st.tuples(st.integers(1, 4), st.booleans(), st.sampled_from(["gloo:all_reduce", "gloo:broadcast"]))

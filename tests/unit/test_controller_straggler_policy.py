@@ -229,6 +229,12 @@ def test_small_excess_is_not_a_straggler() -> None:
     assert Ranks(3).windows(waiting) == []
 
 
+@pytest.mark.parametrize(("excess", "found"), [(0.09, []), (0.11, [(1, "compute")])])
+def test_excess_below_a_tenth_of_the_step_is_not_a_straggler(excess: float, found: list[tuple[int, str]]) -> None:
+    steps = [Step(0.05, waiting=0.95), Step(0.05 + excess, waiting=0.95 - excess), Step(0.05, waiting=0.95)]
+    assert Ranks(3).windows(steps) == found
+
+
 # -- invisible waiting -------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +242,19 @@ def test_ranks_with_invisible_waiting_are_compared_by_data_time() -> None:
     """All steps of the user's own DistributedDataParallel take as long as those of the slowest rank."""
     assert Ranks(3).windows([Step(0.3), Step(0.3), Step(0.3)]) == []
     assert Ranks(3).windows([Step(0.3), Step(0.1, data=0.2), Step(0.31)]) == [(1, "data")]
+
+
+@pytest.mark.parametrize(("waiting", "found"), [(0.009, [(1, "data")]), (0.011, [])])
+def test_ranks_that_wait_for_a_hundredth_of_the_step_are_seen_to_wait(
+    waiting: float, found: list[tuple[int, str]]
+) -> None:
+    fast = Step(1 - waiting, waiting=waiting)
+    assert Ranks(3).windows([fast, Step(0.5 - waiting, data=0.5, waiting=waiting), fast]) == found
+
+
+@pytest.mark.parametrize(("longer", "found"), [(0.09, [(1, "data")]), (0.11, [])])
+def test_steps_that_differ_by_less_than_a_tenth_are_equally_long(longer: float, found: list[tuple[int, str]]) -> None:
+    assert Ranks(3).windows([Step(1.0), Step(0.5 + longer, data=0.5), Step(1.0)]) == found
 
 
 def test_checkpoint_time_may_include_waiting() -> None:
@@ -350,3 +369,9 @@ def test_message_names_rank_node_and_step_times() -> None:
         "step_s": 0.32,
         "since_s": 12.345679,
     }
+
+
+def test_times_of_a_straggler_are_in_milliseconds_below_a_tenth_of_a_second() -> None:
+    assert Straggler(1, "data", 0.1, 0.0994, 1.0, 3.0).describe("n") == (
+        "rank 1 on n is slow: 0.10 s a step of its own, the others 99.4 ms; most of the difference in: data"
+    )

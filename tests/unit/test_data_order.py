@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections import Counter
 from itertools import chain, permutations
 from typing import Any
@@ -16,6 +17,7 @@ from raysgd.data.order.cursor import Cursor
 from raysgd.data.order.epoch_order import SHUFFLES, EpochOrder, Shuffle
 from raysgd.data.order.position import Position, check_agreement
 from raysgd.data.order.rank_assignment import RankAssignment
+from raysgd.data.order.stream_order import StreamOrder
 from raysgd.errors import CheckpointError
 
 blocks = st.lists(st.integers(0, 40), max_size=8)
@@ -48,6 +50,76 @@ def steps_of(group: list[RankAssignment], order: EpochOrder, start: int) -> list
         (stop,) = {stop for _, stop in at_once}
         found.append(([[int(row) for row in rows] for rows, _ in at_once], stop))
     return found
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "lanes", "rows"),
+    [
+        ("full", 1, [4, 5, 3, 11, 0, 9, 2, 10, 1, 6, 7, 8]),
+        ("window", 1, [2, 3, 0, 1, 4, 7, 6, 5, 10, 11, 8, 9]),
+        ("window", 2, [1, 6, 2, 9, 3, 7, 0, 8, 4, 11, 5, 10]),
+        (False, 2, [0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11]),
+    ],
+)
+def test_order_is_the_one_that_saved_positions_belong_to(shuffle: Shuffle, lanes: int, rows: list[int]) -> None:
+    """A checkpoint has a number of rows of this order: those of another order would come twice, or never."""
+    assert all_rows(order_of([5, 0, 7], 0, 0, shuffle, window_rows=4, lanes=lanes)) == rows
+
+
+@pytest.mark.parametrize(
+    ("block_rows", "seed", "epoch", "shuffle", "lanes", "checksum"),
+    [
+        ([1000] * 7, 3, 2, "full", 1, 1851048917),
+        ([1000] * 7, 3, 2, "window", 1, 631287129),
+        ([1000] * 7, 2**63, 5, "window", 3, 1759415192),
+        ([2**17], 1, 0, "full", 1, 631015281),
+        ([2**34], 1, 0, "full", 2, 2443179263),
+    ],
+)
+def test_order_of_many_rows_is_the_one_that_saved_positions_belong_to(
+    block_rows: list[int], seed: int, epoch: int, shuffle: Shuffle, lanes: int, checksum: int
+) -> None:
+    rows = order_of(block_rows, seed, epoch, shuffle, window_rows=256, lanes=lanes).rows(range(7000))
+    assert zlib.crc32(np.asarray(rows, dtype="<i8").tobytes()) == checksum
+
+
+def test_order_of_a_stream_is_the_one_that_saved_positions_belong_to() -> None:
+    order = StreamOrder(seed=3, epoch=1, shuffle="window", lanes=2, stretch_rows=50)
+    order.set_known_rows(970, is_all=True)
+    rows = np.asarray(order.rows(range(970)), dtype="<i8")
+    assert rows[-10:].tolist() == [919, 969, 910, 948, 912, 965, 929, 954, 911, 950]
+    assert zlib.crc32(rows.tobytes()) == 52908601
+
+
+def test_rows_of_a_stream_that_is_not_shuffled_are_read_as_ranges() -> None:
+    order = StreamOrder(seed=0, epoch=0, shuffle=False, stretch_rows=50)
+    order.set_known_rows(100, is_all=True)
+    assert order.rows(range(40, 60)) == range(40, 60)
+
+
+@pytest.mark.parametrize(
+    ("batch", "world_size", "size", "is_even"), [(8, 2, 8, True), (8, 2, 6, False), (9, 2, 9, False), (8, 3, 8, False)]
+)
+def test_whole_steps_that_divide_are_even(batch: int, world_size: int, size: int, is_even: bool) -> None:
+    assert RankAssignment(num_rows=100, global_batch=batch, rank=0, world_size=world_size).is_even(size) is is_even
+
+
+@pytest.mark.parametrize(
+    ("block_rows", "block_bytes", "global_batch", "stretch_rows"),
+    [
+        (1000, 1_024_000, 100, 16_400),  # 16 MiB of 1 KiB each, in whole steps
+        (65_536, 64 * 2**20, 100, 65_600),  # the first block
+        (2**20, 2**30, 100, 131_100),  # 128 MiB
+        (10, 10 * 2**28, 3, 3),  # rows larger than 128 MiB
+        (0, 0, 64, 2**24),
+    ],
+)
+def test_stretch_of_a_stream_is_as_long_as_its_first_block_between_16_and_128_mib(
+    block_rows: int, block_bytes: int, global_batch: int, stretch_rows: int
+) -> None:
+    order = StreamOrder(seed=0, epoch=0, shuffle=False)
+    order.choose_stretch_rows(block_rows, block_bytes, global_batch)
+    assert order.stretch_rows == stretch_rows
 
 
 @given(blocks, seeds, st.integers(0, 5), shuffles, lane_counts)

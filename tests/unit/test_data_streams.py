@@ -148,6 +148,16 @@ def test_with_one_lane_per_worker_each_reads_its_own_stretches() -> None:
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
+def test_rows_are_mixed_within_stretches_as_long_as_the_first_block_in_whole_steps() -> None:
+    with hosted(rows_of(48)) as stream:
+        (context,) = contexts(stream, 1)
+        for _ in range(2):
+            rows = list(chain(*epoch_of(context.get().get_split().iter_batches(4, shuffle="window"))))
+            stretches = [rows[start : start + 8] for start in range(0, 48, 8)]
+            assert [sorted(each) for each in stretches] == [list(range(start, start + 8)) for start in range(0, 48, 8)]
+            assert sum(each != sorted(each) for each in stretches) >= 5
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(counts.filter(lambda sizes: sum(sizes) <= 60), min_size=1, max_size=4),

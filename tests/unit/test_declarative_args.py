@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from raysgd.declarative import CheckpointConfig, ModelConfig, TrainerArgs, load_args
-from raysgd.declarative.args import HOOKS, FieldError, HookConfig, HookMapConfig
+from raysgd.declarative import args as args_module
+from raysgd.declarative.args import HOOKS, FieldError, HookConfig, HookMapConfig, LogConfig, LRSchedulerConfig
 from raysgd.declarative.reading import Tree, args_of, as_values, merge
 from raysgd.declarative.searching import _best_of, _space_of, check_search
 from raysgd.errors import ConfigError, TrainFuncError
@@ -140,6 +141,26 @@ def test_fields_have_the_names_and_defaults_of_the_document() -> None:
     values = as_values(args_of(SMALL))
     assert dict(list(values.items())[:29]) == FIELDS
     assert list(values)[29:] == ["trainer", "engine", "search"]
+
+
+@pytest.mark.parametrize(
+    ("component", "what"),
+    [
+        (LRSchedulerConfig, "lr_scheduler has"),
+        (LogConfig, "a logger has"),
+        (HookConfig, "hook has"),
+        (TrainerArgs, "model"),
+    ],
+)
+def test_component_without_a_type_is_refused(component: Any, what: str) -> None:
+    with pytest.raises(FieldError, match=f"{what}.* no type; give"):
+        component(**({"model": ModelConfig()} if component is TrainerArgs else {}))
+
+
+def test_all_settings_are_given_by_name() -> None:
+    kinds: list[Any] = [each for each in vars(args_module).values() if dataclasses.is_dataclass(each)]
+    assert len(kinds) >= 10
+    assert [kind for kind in kinds if not all(each.kw_only for each in dataclasses.fields(kind))] == []
 
 
 def test_there_are_the_23_hooks_of_the_document() -> None:
@@ -283,7 +304,12 @@ def test_a_mistake_is_refused_with_its_place(document: Path, words: list[str], t
         ("pas_policy: autodist", "pas_policy:", "line 9, pas_policy: pas_policy is empty; give a text"),
         ("max_epochs: 4", "precision: [fp32]", r"line 12, precision: precision=\['fp32'\] is not a mapping"),
         ("    lr: 0.01", "    lr: [0.01", "job.yaml, line 2[0-9]: "),
-        ("    lr: 0.01", "    lr: !!python/name:os.system", "only plain values can be read"),
+        (
+            "    lr: 0.01",
+            "    lr: !!python/name:os.system",
+            "line 24: could not determine a .*tem'; only plain values can",
+        ),
+        ("    lr: 0.01", "    lr: !!int x", "line 24: invalid literal for int.*; only plain values can be read"),
         ("micro_batch_size: 2", "3: 2", "job.yaml, line 10: 3 is not a name"),
         ("  save_type: deduped", "  save_type: *x", "job.yaml, line 3[0-9]: found undefined alias"),
     ],

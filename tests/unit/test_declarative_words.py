@@ -314,3 +314,21 @@ def annotated(version: str, size: int = 0, other: object = None) -> tuple[str, i
 def test_an_argument_that_is_annotated_as_a_text_stays_one() -> None:
     given = {"version": "2", "size": "3", "other": "4"}
     assert Importer().build(f"{__name__}.annotated", given) == ("2", 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *[("true", True), ("False", False), ("null", None), (".inf", float("inf")), ("+.Inf", float("inf"))],
+        *[
+            ("-.inf", float("-inf")),
+            ("1e-4", 1e-4),
+            ("(1, 'a')", (1, "a")),
+            ("...", "..."),
+            ("a.b", "a.b"),
+            ("010", "010"),
+        ],
+    ],
+)
+def test_text_is_the_value_that_python_or_yaml_has_for_it(text: str, value: Any) -> None:
+    assert guess(text) == value and type(guess(text)) is type(value)

@@ -311,6 +311,15 @@ def test_step_is_fused_where_torch_has_a_kernel_for_the_shards(
     assert not any(torch.equal(value, before[name]) for name, value in whole(model.state_dict()).items())
 
 
+@pytest.mark.parametrize(("chosen", "is_fused"), [({}, True), ({"foreach": False}, None), ({"fused": False}, None)])
+def test_step_is_not_fused_where_the_user_chose_for_a_group(chosen: dict[str, Any], is_fused: bool | None) -> None:
+    model, engine = Net(), raysgd.Engine(zero_stage=3, cpu_offload=True)
+    first, *others = model.parameters()
+    optimizer: Any = torch.optim.Adam([{"params": [first]}, {"params": others, **chosen}])
+    _, optimizer, *_ = engine.compose(model=model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["fused"] is is_fused
+
+
 @pytest.mark.parametrize(("strategies", "chosen"), [({"fused_optimizer": True}, {}), ({}, {"fused": True})])
 def test_fused_step_that_torch_has_for_whole_parameters_alone_is_refused(
     strategies: dict[str, Any], chosen: dict[str, Any]
@@ -319,6 +328,18 @@ def test_fused_step_that_torch_has_for_whole_parameters_alone_is_refused(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **chosen)
     with pytest.raises(ConfigError, match=r"SGD has no fused step for the shards.*AdamW or Adam"):
         engine.compose(model=model, optimizer=optimizer)
+
+
+def test_step_of_the_given_optimizer_is_refused_also_between_steps_of_the_returned_one() -> None:
+    engine, model, optimizer = composed()
+    for number in range(2):
+        step(engine, model, optimizer, number)
+        before = whole(model.state_dict())
+        with pytest.raises(
+            UsageError, match=r"the AdamW that the engine was given.*Call step\(\) on the optimizer that was"
+        ):
+            optimizer.inner.step()
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_step_that_fails_leaves_nothing_at_the_optimizer() -> None:

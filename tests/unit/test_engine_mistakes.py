@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,95 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def test_strategy_that_does_not_exist() -> None:
     with pytest.raises(UnknownArgumentError, match=r"zero_stages.*did you mean 'zero_stage'|zero_stage"):
         raysgd.Engine(zero_stages=2)
+
+
+WRONG_VALUES = {
+    "precision": "fp8",
+    "loss_scale": 0.0,
+    "zero_stage": True,
+    "cpu_offload": 1,
+    "tensor_parallel": 0,
+    "sequence_parallel": "yes",
+    "pipeline_parallel": 0,
+    "micro_batches": 0,
+    "pipeline_schedule": "2F2B",
+    "accumulation_steps": 0,
+    "activation_checkpointing": "all",
+    "clip_grad_norm": 0.0,
+    "compile": "all",
+    "fused_optimizer": 1,
+    "find_unused_parameters": 1,
+    "weighted_gradients": "no",
+    "plan": "best",
+    "memory_per_device": 999_999,
+}
+
+
+def test_settings_are_off_by_default() -> None:
+    config = {each.name: each.default for each in fields(raysgd.EngineConfig)}
+    given = {name: value for name, value in config.items() if value is not None and value is not False}
+    assert given == {
+        "precision": "fp32",
+        "loss_scale": 65536.0,
+        "zero_stage": 0,
+        "tensor_parallel": 1,
+        "pipeline_parallel": 1,
+        "accumulation_steps": 1,
+    }
+
+
+def test_names_of_the_package_are_listed() -> None:
+    assert {"EngineConfig", "PreTrainer", "predict_memory"} <= set(dir(raysgd.engine))
+
+
+def test_wrong_value_of_each_setting_is_refused_by_its_name() -> None:
+    assert list(WRONG_VALUES) == [each.name for each in fields(raysgd.EngineConfig)]
+    for name, value in WRONG_VALUES.items():
+        with pytest.raises(ConfigError, match=f"^{name}={value!r} is "):
+            raysgd.Engine(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"zero_stage": 4}, "give 0, 1, 2 or 3"),
+        ({"cpu_offload": True, "zero_stage": 2}, "cpu_offload=True needs zero_stage=3, and zero_stage is 2"),
+        ({"sequence_parallel": True}, "needs tensor_parallel=2 or more"),
+        ({"micro_batches": 2}, "pipeline_parallel is 1"),
+        ({"pipeline_schedule": "GPipe"}, "needs pipeline_parallel=2 or more"),
+        (
+            {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "zero_stage": 3},
+            "torch cannot do with zero_st",
+        ),
+        (
+            {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "compile": "model"},
+            "cannot do with compile='m",
+        ),
+        (
+            {"pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True, "pipeline_schedule": "LoopedBFS"},
+            'give "1F1B" or "GPipe"',
+        ),
+        ({"memory_per_device": 80}, "give 80e9 for 80 GB"),
+        ({"memory_per_device": 1000}, "give 1000e6 for 1000 MB"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        raysgd.Engine(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"memory_per_device": 1e6},
+        {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2, "pipeline_schedule": "GPipe"},
+        {"pipeline_parallel": 2, "pipeline_schedule": "ZBVZeroBubble", "zero_stage": 2, "micro_batches": 1},
+    ],
+    ids=str,
+)
+def test_settings_that_fit_are_taken(settings: dict[str, Any]) -> None:
+    assert raysgd.EngineConfig(**settings).given() == settings
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.planning import Hardware, Plan, plan, predict_memory
+from raysgd.engine.planning.candidates import Candidate
 from raysgd.errors import ConfigError, UnknownArgumentError
 from support.engine_models import build
 
@@ -393,3 +394,25 @@ def test_other_errors_of_the_model_are_not_changed() -> None:
 def test_prediction_without_a_config_is_refused(config: Any, kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"config=.* is {kind}; give an EngineConfig\(\.\.\.\)"):
         predict_memory(lambda: nn.Linear(4, 4), torch.zeros(4, 4), config, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "number"),
+    [
+        ({}, 0),
+        ({"zero_stage": 1}, 1),
+        ({"zero_stage": 3}, 3),
+        ({"activation_checkpointing": "full"}, 1),
+        ({"activation_checkpointing": "selective"}, 2),
+        ({"accumulation_steps": 2}, 1),
+        ({"tensor_parallel": 2}, 3),
+        ({"tensor_parallel": 2, "sequence_parallel": True, "zero_stage": 2}, 6),
+        ({"pipeline_parallel": 2, "zero_stage": 1, "accumulation_steps": 8}, 6),
+    ],
+    ids=str,
+)
+def test_simpler_strategies_have_a_lower_number(fields: dict[str, Any], number: int) -> None:
+    unused: Any = None
+    amounts = {"data_parallel": 1, "num_rows": 1, "limit_bytes": 0}
+    candidate = Candidate(config=EngineConfig(**fields), memory=unused, time=unused, **amounts)
+    assert candidate.num_strategies == number

@@ -15,6 +15,7 @@ from raysgd.engine.planning import Hardware, MemoryEstimate
 from raysgd.engine.planning.memory import blocks_of_stage, estimate_memory
 from raysgd.engine.planning.profile import Amount, ModelProfile, ParameterInfo, Segment, find_highest
 from raysgd.engine.planning.step_time import estimate_time
+from raysgd.errors import ConfigError
 
 MB = 1_000_000
 
@@ -279,3 +280,65 @@ def test_slower_connections_make_sharing_slower_and_computing_alone_not() -> Non
     for fields in ({"tensor_parallel": 4}, {"data_parallel": 4}, {"data_parallel": 4, "zero_stage": 3}):
         assert step_s(profile, hardware=slow, **fields) > 1.5 * step_s(profile, **fields)  # type: ignore[arg-type]
     assert step_s(profile, hardware=slow) == step_s(profile)
+
+
+#: Bytes of the profile's parameters, and the seconds in which four ranks add up as many at 1 GB/s.
+WHOLE = 602_472_448
+RING_S = 2 * 3 / 4 * WHOLE / 1e9
+
+
+@pytest.mark.parametrize(
+    ("data_parallel", "fields", "expected"),
+    [
+        # 16 blocks of 1e12 and 2e12 FLOPs at 1e14 a second. Parameters, gradients and states are 12 + 16 bytes a number.
+        (1, {}, {"compute_s": 0.48, "optimizer_s": (3 * WHOLE + 2 * 2 * WHOLE) / 1.5e12}),
+        # The backward pass hides 0.32 s of the communication; a message to each rank takes 10 us.
+        (4, {}, {"data_s": RING_S - 0.32 + 4e-5}),
+        (16, {}, {"data_s": 2 * 15 / 16 * WHOLE / 5e8 - 0.32 + 16e-5}),
+        (4, {"zero_stage": 1}, {"data_s": RING_S - 0.32 + 4e-5, "optimizer_s": 7 * WHOLE / 4 / 1.5e12}),
+        (4, {"zero_stage": 2, "accumulation_steps": 3}, {"data_s": 2 * RING_S - 0.32 + 4e-5, "compute_s": 1.44}),
+        (4, {"zero_stage": 3}, {"data_s": 1.5 * RING_S - 0.48 + 4e-5}),
+        (4, {"zero_stage": 3, "accumulation_steps": 2}, {"data_s": 3 * RING_S - 0.96 + 4e-5}),
+        (4, {"zero_stage": 3, "cpu_offload": True}, {"optimizer_s": 7 * WHOLE / 4 / 1.5e12 + 3 * WHOLE / 4 / 2e10}),
+        # In each block 16 MB in all are added up over two ranks, in four messages.
+        (1, {"tensor_parallel": 2}, {"compute_s": 0.24, "tensor_s": 16 * (16e6 / 1e9 + 4e-5)}),
+        (
+            1,
+            {"tensor_parallel": 2, "activation_checkpointing": "full"},
+            {"recompute_s": 0.08, "tensor_s": 16 * (24e6 / 1e9 + 4e-5)},
+        ),
+        # Three micro-batches of idle time, and eight that are sent forth and back, 4 MB each.
+        (1, {"pipeline_parallel": 4, "micro_batches": 8}, {"bubble_s": 3 * 0.12 + 16 * (4e6 / 1e9 + 1e-5)}),
+        (1, {"pipeline_parallel": 4, "micro_batches": 8, "accumulation_steps": 2}, {"compute_s": 16 * 0.12}),
+    ],
+    ids=str,
+)
+def test_time_of_a_step_is_that_of_its_bytes_flops_and_messages(
+    data_parallel: int, fields: dict[str, Any], expected: dict[str, float]
+) -> None:
+    hardware = Hardware(bandwidth_bytes_per_s=1e9, internode_bytes_per_s=5e8)
+    config = EngineConfig(**fields)
+    found = estimate_time(make_profile(), config, hardware, data_parallel=data_parallel, num_rows=1)
+    assert {name: getattr(found, name) for name in expected} == pytest.approx(expected)
+
+
+def test_small_operations_take_the_time_of_their_launch() -> None:
+    found = estimate_time(make_profile(), EngineConfig(), Hardware(flops_per_s=1e30), data_parallel=1, num_rows=1)
+    assert found.compute_s == pytest.approx(16 * 60 * 5e-6)
+
+
+def test_hardware_is_a_data_center_gpu_of_a_node_of_eight() -> None:
+    assert vars(Hardware()) == {
+        "flops_per_s": 1e14,
+        "kernel_s": 5e-6,
+        "memory_bytes_per_s": 1.5e12,
+        "bandwidth_bytes_per_s": 1e11,
+        "internode_bytes_per_s": 1e10,
+        "host_bytes_per_s": 2e10,
+        "latency_s": 1e-5,
+        "devices_per_node": 8,
+    }
+    assert [Hardware().bandwidth(number) for number in (8, 9)] == [1e11, 1e10]
+    for name in vars(Hardware()):
+        with pytest.raises(ConfigError, match=f"{name}=0"):
+            Hardware(**{name: 0})

@@ -91,6 +91,15 @@ def test_prediction_is_what_a_real_step_needs(name: str) -> None:
     assert found.activations == pytest.approx(expected.activations, rel=0.2)
 
 
+def test_gradients_of_large_parameters_are_no_activations() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+
+    found = predict_memory(make, torch.randn(1, 256), EngineConfig(), 1, device="cpu")
+    assert found.gradients == 4 * (256 * 256 + 256) * 4
+    assert 4 * 256 * 4 <= found.activations <= 12 * 256 * 4, "those of four layers, and their gradients"
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "encoder", "mlp", "cnn"])
 def test_prediction_with_autocast(name: str) -> None:
     model, num_rows = MODELS[name], rows_of(name)

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from raysgd.engine.composing import compose
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.tensor_parallel import check_own_plan, make_tensor_plan
+from raysgd.engine.tensor_parallel.placements import fused_shard
 from raysgd.errors import ConfigError
 from support.engine_models import HIDDEN, PLANNED, build
 
@@ -33,6 +34,15 @@ def test_plan_shares_attention_and_feed_forward_layers() -> None:
 
 def test_plan_cuts_each_part_of_a_fused_layer() -> None:
     assert described(build("gpt2"))["transformer.h.0.attn.c_attn"] == "outputs sharded, 3 fused parts"
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+def test_ranks_have_their_share_of_each_fused_part(num_parts: int) -> None:
+    weight = torch.arange(4 * num_parts).view(-1, 1)
+    shards, _ = fused_shard(0, num_parts)._split_tensor(weight, 2, with_padding=False)  # type: ignore[attr-defined]
+    assert [each.flatten().tolist() for each in shards] == [
+        [4 * part + row for part in range(num_parts) for row in rows] for rows in ((0, 1), (2, 3))
+    ]
 
 
 def test_plan_shares_features_where_the_vocabulary_does_not_divide() -> None:

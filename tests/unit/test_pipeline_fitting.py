@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,8 @@ backends = pytest.importorskip("jax.extend").backend
 pytestmark = pytest.mark.jax
 
 from raysgd.pipeline.examples import call_by_name  # noqa: E402
+from raysgd.pipeline.worker.predicting import rows_on_all_devices  # noqa: E402
+from raysgd.pipeline.worker.train_state import restore_arrays  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
 EXAMPLES = [{"id": number, "x": RANDOM.normal(size=3).astype(np.float32)} for number in range(10)]
@@ -170,6 +175,21 @@ def test_fit_resumes_within_an_epoch_of_examples_by_epoch(deployer: Deployer) ->
         make_trainer(deployer).fit(EXAMPLES, 2, 2, resume_from=saved)
 
 
+def noisy_collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
+    batch = collate_fn(examples)
+    return {**batch, "x": batch["x"] + np.float32(np.random.normal() + random.random())}
+
+
+def test_collate_fn_draws_the_numbers_of_its_batch_whatever_was_drawn_before(deployer: Deployer) -> None:
+    histories = []
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)
+        histories.append(make_trainer(deployer, collate_fn=noisy_collate).fit(EXAMPLES, 4, 2).history)
+    first, second = ([each["train_loss"] for each in history] for history in histories)
+    assert first == second
+
+
 def test_function_of_the_epoch_that_returns_no_examples_is_refused(deployer: Deployer) -> None:
     with pytest.raises(ConfigError, match=r"train_examples\(epoch_idx=0\) is a dict; give a list"):
         make_trainer(deployer).fit(lambda epoch_idx: {}, 2, 1)  # type: ignore[arg-type, return-value]
@@ -240,6 +260,78 @@ def test_functions_are_called_by_the_names_of_their_parameters() -> None:
     assert call_by_name(max, **values) == 3
 
 
+# ------------------------------------------------------------------------------------------------------- evaluation
+
+
+def pred_fn(pred_rng: Any, params: Any, batch: Any) -> dict[str, Any]:
+    out = outputs_of(params, batch)
+    return {"out": out, "wide": jax.numpy.repeat(out[:, None], 1001, axis=1), "half": out.astype("bfloat16")}
+
+
+def metrics_of(examples: list[Any], preds: list[Any]) -> dict[str, Any]:
+    return {"ids": [each["id"] for each in examples], "last": float(preds[-1]["out"]), "num": len(preds)}
+
+
+def test_evaluation_is_that_of_each_example_once(deployer: Deployer, tmp_path: Path) -> None:
+    plain = make_trainer(deployer).fit(EXAMPLES, 4, 2)
+    trainer = make_trainer(deployer)
+    predictor = Predictor(deployer, collate_fn, pred_fn)
+    examples = [{**each, "tags": ["a", (each["id"], None)]} for each in EXAMPLES[:7]]
+    result = trainer.fit(EXAMPLES, 4, 2, examples, 3, eval_predictor=predictor, eval_metric_fn=metrics_of)
+    check_equal(result.params, plain.params)
+    batch = collate_fn(EXAMPLES[:7])
+    out = np.asarray(outputs_of(result.params, batch))
+    newest = result.history[-1]
+    assert newest["eval_loss"] == pytest.approx(float(((out - batch["x"].sum(axis=1)) ** 2).mean()), rel=1e-5)
+    assert (newest["eval_ids"], newest["eval_num"]) == (list(range(7)), 7)
+    assert newest["eval_last"] == pytest.approx(float(out[-1]), rel=1e-5)
+    folder = Path(deployer.evaluations_folder)
+    assert sorted(each.name for each in folder.iterdir()) == ["epoch_0", "epoch_1"]
+    assert json.loads((folder / "epoch_1" / "results.json").read_text())["num"] == 7
+    written = json.loads((folder / "epoch_1" / "outputs.json").read_text())
+    assert [each["example"]["id"] for each in written] == list(range(7))
+    assert [each["pred"]["out"] for each in written] == pytest.approx(out.tolist(), rel=1e-5)
+    assert [each["pred"]["half"] for each in written] == pytest.approx(out.tolist(), rel=1e-2)
+    assert written[0]["pred"]["wide"] == "array of shape (1001,) and dtype float32"
+    assert [each["example"]["tags"] for each in written] == [["a", [number, None]] for number in range(7)]
+    assert written[0]["example"]["x"] == pytest.approx(EXAMPLES[0]["x"].tolist())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"eval_metric_fn": lambda examples, preds: {"loss": 1.0}},
+            "a metric 'loss', which eval_loss=True gives already",
+        ),
+        ({"output_fn": lambda rows: "text"}, "output_fn returned a str; return a list"),
+        ({"output_fn": lambda rows: 5}, "output_fn returned an int; return a list"),
+        ({"output_fn": lambda rows: [0]}, "output_fn returned 1 outputs for 3 rows"),
+        ({"pred_fn": lambda rng, params, batch: batch["x"].sum()}, r"array of shape \(\) for a batch of 3 rows"),
+        ({"pred_fn": lambda rng, params, batch: batch["x"][:2]}, r"array of shape \(2, 3\) for a batch of 3 rows"),
+    ],
+)
+def test_wrong_evaluation_is_refused_before_the_first_step(
+    deployer: Deployer, settings: dict[str, Any], message: str
+) -> None:
+    given = {"pred_fn": pred_fn, "output_fn": None, **settings}
+    metric_fn = given.pop("eval_metric_fn", metrics_of)
+    predictor, trainer = Predictor(deployer, collate_fn, **given), make_trainer(deployer)
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(EXAMPLES, 4, 1, EXAMPLES[:7], 3, eval_predictor=predictor, eval_metric_fn=metric_fn)
+    assert deployer.newest_checkpoint() is None
+    if "eval_metric_fn" in settings:
+        found = trainer.fit(EXAMPLES, 4, 1, EXAMPLES[:7], 3, False, predictor, metric_fn)
+        assert found.history[-1]["eval_loss"] == 1.0
+
+
+@pytest.mark.parametrize(("shards", "rows"), [(1, 60), (2, 30), (4, 15)])
+def test_each_replica_takes_the_rows_of_a_device(shards: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    settings: Any = SimpleNamespace(n_model_shards=shards)
+    assert rows_on_all_devices(3, settings, 5) == rows
+
+
 # --------------------------------------------------------------------------------------- loops and checkpoints of a user
 
 
@@ -267,6 +359,25 @@ def test_checkpoint_of_every_kth_epoch_is_kept(deployer: Deployer, k: int, kept:
     assert result.checkpoints["last"].metrics["epoch"] == 4
     with pytest.raises(ConfigError, match="save_ckpt_every_k_epochs=0"):
         make_trainer(deployer).fit(EXAMPLES, 4, 1, save_ckpt_every_k_epochs=0)
+
+
+def test_checkpoint_has_the_optimizer_and_the_types_that_were_asked_for(deployer: Deployer) -> None:
+    def saved(**settings: Any) -> Any:
+        result = make_trainer(deployer).fit(EXAMPLES, 4, 1, save_last_ckpt=True, **settings)
+        return result.checkpoints["last"].load()["train_state"]
+
+    whole, small = saved(), saved(save_opt_states=False, save_float_dtype="bfloat16")
+    assert whole.keys() - small.keys() == {"opt_state"} and int(small["step"]) == 3
+    assert (whole["params"]["up"]["kernel"].dtype, small["params"]["up"]["kernel"].dtype) == ("float32", "bfloat16")
+
+
+@pytest.mark.parametrize(("saved", "like"), [("float32", "int32"), ("int32", "float32")])
+def test_numbers_of_another_kind_are_not_converted(saved: str, like: str) -> None:
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted, short = ({"a": jax.ShapeDtypeStruct((2,), each, sharding=place)} for each in (like, "bfloat16"))
+    with pytest.raises(CheckpointError, match=f"saved as {saved} of shape .* has {like}"):
+        restore_arrays({"a": np.ones(2, saved)}, wanted)
+    assert restore_arrays({"a": np.full(2, 1.5, np.float32)}, short)["a"].tolist() == [1.5, 1.5]
 
 
 def test_training_continues_from_a_loaded_checkpoint(deployer: Deployer) -> None:

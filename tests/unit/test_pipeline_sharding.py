@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from flax import nnx  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from raysgd.pipeline.sharding import ShardingRules, plan_sharding  # noqa: E402
+from raysgd.pipeline.worker.train_state import zero_spec  # noqa: E402
 from support import pipeline_models as models  # noqa: E402
 
 COLUMN, ROW, WHOLE = P(None, "model"), P("model", None), P()
@@ -399,3 +401,28 @@ def test_table_shows_path_shape_spec_and_reason() -> None:
 def test_trees_that_cannot_be_trained_are_refused(params: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_sharding(params, {"data": 1, "model": 2})
+
+
+# ------------------------------------------------------------------------------------------------ the optimizer's state
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "expected"),
+    [
+        ((8, 12), P(), P(None, "data")),  # the largest dimension
+        ((8, 10), P(), P("data", None)),  # the largest that divides by 4
+        ((8, 12), P(None, "model"), P("data", "model")),
+        ((6, 16), P(None, "model"), P(None, ("model", "data"))),  # no other divides
+        ((6, 12), P(None, "model"), P(None, "model")),
+        ((8, 12), P("data"), P("data")),
+        ((8, 12), P(("model", "data")), P(("model", "data"))),
+        ((), P(), P()),
+        ((0,), P(), P()),
+        ((3,), P(), P()),
+    ],
+)
+def test_state_is_divided_among_replicas_along_a_dimension_that_divides(shape: Any, spec: Any, expected: Any) -> None:
+    mesh: Any = SimpleNamespace(shape={"data": 4, "model": 2})
+    assert zero_spec(mesh, shape, spec) == expected
+    alone: Any = SimpleNamespace(shape={"data": 1, "model": 2})
+    assert zero_spec(alone, shape, spec) == spec

@@ -55,6 +55,17 @@ def test_batch_keeps_the_order_of_its_events() -> None:
     assert event_queue.drain(0) == []
 
 
+def test_report_waits_for_a_moment_above_200_000_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("raysgd.session.event_queue.time.sleep", pauses.append)
+    event_queue = EventQueue(0)
+    for _ in range(200_000):
+        event_queue.put_report(row(0))
+    assert pauses == []
+    event_queue.put_report(row(0))
+    assert pauses == [0.001]
+
+
 def test_reports_are_numbered_across_batches() -> None:
     event_queue = EventQueue(0)
     counted = []

@@ -20,7 +20,11 @@ from hypothesis import strategies as st
 
 from raysgd.errors import MetricError
 from raysgd.result import AUTOMATIC_KEYS
-from raysgd.session.metrics import MAX_METRICS_BYTES, NUM_SLOTS, CopySlots, Deferred, copy_metrics, read_deferred
+from raysgd.session.metrics import CopySlots, Deferred, copy_metrics, read_deferred
+
+#: Promised numbers, written out.
+MAX_METRICS_BYTES = 1_048_576
+NUM_SLOTS = 2048
 
 
 class Level(enum.IntEnum):
@@ -278,6 +282,15 @@ def test_metric_that_contains_itself_is_refused() -> None:
     loop.append(loop)
     with pytest.raises(MetricError, match="contains itself"):
         copy_metrics({"x": loop})
+
+
+def test_metric_may_be_nested_20_levels_deep() -> None:
+    metric: Any = 0.5
+    for _ in range(20):
+        metric = [metric]
+    assert copy_metrics({"x": metric}) == {"x": metric}
+    with pytest.raises(MetricError, match="nested more than 20 levels deep"):
+        copy_metrics({"x": [metric]})
 
 
 @pytest.mark.parametrize(

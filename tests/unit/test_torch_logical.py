@@ -233,7 +233,7 @@ def reads_means_inside(step: LogicalStep[Any], model: nn.Module) -> None:
 
 def records_too_much(step: LogicalStep[Any], model: nn.Module) -> None:
     for _ in step:
-        step.record(**{f"m{i}": i for i in range(40)})
+        step.record(**{f"m{i}": i for i in range(33)})
 
 
 def saves_inside(step: LogicalStep[Any], model: nn.Module) -> None:

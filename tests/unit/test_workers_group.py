@@ -137,8 +137,8 @@ async def test_lost_nodes_are_asked_until_each_counts_again_or_is_gone(monkeypat
     for name in ("back", "gone"):
         avoided.lose(WorkerInfo(name, "10.0.0.1", name, pid=1))
         lost.ask()
-    await until_async(lambda: avoided.ids == {"gone"} and num_listed > 0)
+    await until_async(lambda: set(avoided) == {"gone"} and num_listed > 0)
     assert num_listed == 1, "a call that waits for the GCS is not made again"
     gcs_answers.set()
-    await until_async(lambda: not avoided.ids)
+    await until_async(lambda: not avoided)
     lost.close()

@@ -129,7 +129,7 @@ class EpochOrder:
         *,
         seed: int,
         epoch: int,
-        shuffle: Shuffle = False,
+        shuffle: Shuffle,
         window_rows: int = WINDOW_ROWS,
         lanes: int = 1,
         part: int | None = None,

@@ -274,7 +274,7 @@ def _make_example(model: nn.Module) -> dict[str, Tensor]:
     """Make a batch of two rows with different numbers of items."""
     config: Any = model.config
     device = next(model.parameters()).device
-    words = (torch.arange(12, device=device).view(2, 6) * 7 + 3) % config.vocab_size
+    words = torch.arange(3, 15, device=device).view(2, 6) % config.vocab_size
     mask = torch.ones_like(words)
     mask[1, 4:] = 0
     labels = words.masked_fill(mask == 0, -100)

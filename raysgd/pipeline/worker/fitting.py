@@ -51,7 +51,7 @@ class Fitting:
         self._is_first = api.world_rank() == 0
         self._set_up()
         self._state: TrainState
-        self._num_steps = 0
+        self._num_steps: int
         #: The sums of the epoch in progress: of the loss, and of its weight.
         self._sums = [0.0, 0.0]
         self._history: list[dict[str, Any]] = []

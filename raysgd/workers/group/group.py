@@ -270,7 +270,7 @@ class WorkerGroup:
             await self.slots.open(self.size + self._failure.num_spares)
         for rank in self._vacant_ranks():
             must_have_node = self._scaling.is_elastic and not is_new
-            if (slot := await self.slots.take(self._avoided.ids, must_have_node=must_have_node)) is not None:
+            if (slot := await self.slots.take(self._avoided, must_have_node=must_have_node)) is not None:
                 self._members[rank] = await self._starter.start(slot)
         if is_new:
             first = self._members[0]
@@ -506,7 +506,7 @@ class WorkerGroup:
         This waits for as long as the GCS is away, without which no process can be started.
         """
         infos = [worker.info for rank in ranks if (worker := self._members[rank]) is not None]
-        excluded = self._avoided.ids | {info.node_id for info in infos if info is not None}
+        excluded = {*self._avoided, *(info.node_id for info in infos if info is not None)}
         num_left = self.size - len(ranks)
         num_missing = len(ranks) - self._reserve.count_outside(excluded)
         is_enough = num_left - num_left % self._multiple >= self._scaling.min_workers or num_missing <= 0
@@ -568,14 +568,12 @@ class WorkerGroup:
             self._members[self._members.index(worker)] = None
         elif not self._reserve.drop(worker):
             return
-        is_avoided = worker.info is not None and worker.info.node_id in self._avoided.ids
+        is_avoided = worker.info is not None and worker.info.node_id in self._avoided
         (self.slots.remove if is_avoided else self.slots.release)(worker.slot)
 
     async def _remove(self, worker: Worker) -> None:
         """Drop a process that has died; its node is avoided if it is gone too, or if workers keep dying there."""
-        if (
-            worker.info is not None and worker.info.node_id in self._avoided.ids
-        ):  # that is known, and Ray need not be asked
+        if worker.info is not None and worker.info.node_id in self._avoided:  # that is known; Ray need not be asked
             self._drop(worker)
             return
         if await self._agents.is_node_gone(worker.info) and worker.info is not None:

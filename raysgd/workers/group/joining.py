@@ -176,14 +176,14 @@ class JoiningWorkers:
             await self._start(slot)
         num_slots = await self._num_slots_to_add(is_scaling=is_scaling)
         while num_slots > 0 and self._is_missing():
-            await self._start(await self._slots.add(self._avoided.ids))
+            await self._start(await self._slots.add(self._avoided))
             num_slots -= 1
 
     def _is_missing(self) -> bool:
         return len(self.all()) < self._num_wanted
 
     async def _take_placed(self) -> WorkerSlot | None:
-        return await self._slots.take_placed(self._avoided.ids, num_left=self.num_reserved())
+        return await self._slots.take_placed(self._avoided, num_left=self.num_reserved())
 
     async def _drop_unplaced(self) -> None:
         # Others took the resources, or the node is gone; the search continues on other nodes.
@@ -199,7 +199,7 @@ class JoiningWorkers:
             return 0
         if is_scaling:
             return int(min(missing, max(0, MAX_REQUESTED - len(self._starting))))
-        nodes = [node for node in await call_cluster(list_nodes) if node.node_id not in self._avoided.ids]
+        nodes = [node for node in await call_cluster(list_nodes) if node.node_id not in self._avoided]
         num_unplaced = sum(not self._slots.is_placed(worker.slot) for worker in self._starting)
         return int(max(0, min(missing, count_fitting(self._scaling.bundle(), nodes) - num_unplaced)))
 

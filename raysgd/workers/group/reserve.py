@@ -87,7 +87,7 @@ class Reserve:
 
     async def find(self) -> Worker:
         """Wait for a replacement: a joining worker that becomes ready, or a new worker in a slot that is found earlier."""
-        finding = asyncio.ensure_future(self._slots.find(self._avoided.ids))
+        finding = asyncio.ensure_future(self._slots.find(self._avoided))
         joining_worker: Worker | None = None
         try:
             while joining_worker is None and not finding.done():
@@ -113,7 +113,7 @@ class Reserve:
         self._has_spares = True
 
     async def _start_spares(self) -> None:
-        while len(self._spares) < self._num_spares and (slot := await self._slots.take(self._avoided.ids)) is not None:
+        while len(self._spares) < self._num_spares and (slot := await self._slots.take(self._avoided)) is not None:
             self._spares.append(await self._starter.start(slot, warm_up=True))
 
     def drop(self, worker: Worker) -> bool:
@@ -158,7 +158,7 @@ class Reserve:
             return False
         if worker.info is not None and worker.refusal is not None:
             self._avoided.refuse(worker.info, worker.refusal)
-        return worker.info is not None and worker.info.node_id not in self._avoided.ids
+        return worker.info is not None and worker.info.node_id not in self._avoided
 
     def _end_spare(self, worker: Worker) -> None:
         self._end(worker)
