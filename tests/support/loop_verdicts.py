@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from support.loop_habits import HABITS
 from support.loop_runs import NAMES, RANKS, STRATEGIES, Loop, Outcome, fits, parts_of, train, train_plainly
 from support.torch_ranks import RankGroup
 
-TOGETHER = 10  # loops of one call
-TIMEOUT_S = 60  # of such a call, which takes a few seconds
+TIMEOUT_S = 60  # of a loop, which takes a second; the first ones import much
 
 
-def compare(loops: list[Loop]) -> list[tuple[Outcome, Outcome, float]]:
-    """Train each loop with the engine, and plainly."""
-    found = []
-    for loop in loops:
-        begin = time.monotonic()
-        own = train(loop)
-        middle = time.monotonic()
-        found.append((own, train_plainly(loop), middle - begin))
-    return found
+def compare(loop: Loop) -> tuple[Outcome, Outcome]:
+    """Train a loop with the engine, and plainly."""
+    return train(loop), train_plainly(loop)
 
 
 def difference(loop: Loop, rank: int, own: Outcome, plain: Outcome) -> str | None:
@@ -53,12 +45,12 @@ def difference(loop: Loop, rank: int, own: Outcome, plain: Outcome) -> str | Non
     return None
 
 
-def find_difference(loop: Loop, of_ranks: list[tuple[Outcome, Outcome, float]]) -> str | None:
+def find_difference(loop: Loop, of_ranks: list[tuple[Outcome, Outcome]]) -> str | None:
     """Return what is wrong with a loop, or None: it is right on all ranks, or was refused before it differed."""
-    for rank, (own, plain, _) in enumerate(of_ranks):
+    for rank, (own, plain) in enumerate(of_ranks):
         if (wrong := difference(loop, rank, own, plain)) is not None:
             return f"rank {rank}: {wrong}"
-    errors = [own for own, *_ in of_ranks if own.error is not None]
+    errors = [own for own, _ in of_ranks if own.error is not None]
     refused = [own.error for own in errors if own.is_refused]
     if errors and not refused:
         return f"ended without a sentence: {errors[0].error}"
@@ -81,31 +73,25 @@ class Judge:
 
     def find_wrong(self, loops: list[Loop]) -> list[str]:
         """Return how loops are wrong, each with the fewest habits that are."""
-        found = []
-        for first in range(0, len(loops), TOGETHER):
-            together = loops[first : first + TOGETHER]
-            texts = self._find_differences(together)
-            for loop, text in zip(together, texts, strict=True):
-                if text is not None:
-                    smallest, of_smallest = self._shrink(loop, text)
-                    found.append(f"{smallest}: {of_smallest} [drawn: {loop}]")
-        return found
+        wrong = []
+        for loop in loops:
+            if (text := self._find_difference(loop)) is not None:
+                smallest, of_smallest = self._shrink(loop, text)
+                wrong.append(f"{smallest}: {of_smallest} [drawn: {loop}]")
+                print(wrong[-1], flush=True)  # the rest may take hours
+        return wrong
 
-    def _find_differences(self, loops: list[Loop]) -> list[str | None]:
+    def _find_difference(self, loop: Loop) -> str | None:
         try:
-            of_ranks = self._group.run(compare, loops)
+            return find_difference(loop, self._group.run(compare, loop))
         except AssertionError as error:  # a rank has died, or waits for another one
             self._group.__exit__()
             self._group = RankGroup(RANKS, timeout_s=TIMEOUT_S)
-            if len(loops) == 1:
-                return [f"the processes do not answer: {str(error)[-1000:]}"]
-            return [text for loop in loops for text in self._find_differences([loop])]
-        return [find_difference(loop, list(outcomes)) for loop, *outcomes in zip(loops, *of_ranks, strict=True)]
+            return f"the processes do not answer: {str(error)[-1000:]}"
 
     def _shrink(self, loop: Loop, text: str) -> tuple[Loop, str]:
         for smaller in filter(fits, loop.smaller()):
-            (found,) = self._find_differences([smaller])
-            if found is not None:
+            if (found := self._find_difference(smaller)) is not None:
                 return self._shrink(smaller, found)
         return loop, text
 
