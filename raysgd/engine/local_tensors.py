@@ -67,6 +67,6 @@ def make_data_settable() -> None:
         else:
             placed = place_like("data", value, self, "parameter.data")
         held = local_of(self)
-        held.data = local_of(placed.detach()).to(held)
+        held.data = local_of(placed.detach()).to(held).contiguous()  # as torch has described it
 
     DTensor.data = property(get_data.__get__, set_data)  # type: ignore[assignment]

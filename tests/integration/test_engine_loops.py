@@ -26,7 +26,7 @@ def judge() -> Iterator[Judge]:
         yield judge
 
 
-@pytest.mark.timeout(300 + 2 * NUM_LOOPS)
+@pytest.mark.timeout(300 + 4 * NUM_LOOPS)
 def test_loops_train_to_the_weights_of_the_plain_loop_or_are_refused(judge: Judge) -> None:
     drawn = [draw(SEED + number) for number in range(NUM_LOOPS)]
     wrong = judge.find_wrong(drawn)

@@ -8,7 +8,9 @@ from support.loop_habits import HABITS
 from support.loop_runs import NAMES, RANKS, STRATEGIES, Loop, Outcome, fits, parts_of, train, train_plainly
 from support.torch_ranks import RankGroup
 
-TIMEOUT_S = 60  # of a loop, which takes a second; the first ones import much
+TIMEOUT_S = 60  # of a loop, which takes a second
+#: What loops with pipelines import, for many seconds on a busy machine.
+PRELOADED = ("support.loop_runs", "torch.distributed.pipelining.schedules", "transformers.models.llama.modeling_llama")
 
 
 def compare(loop: Loop) -> tuple[Outcome, Outcome]:
@@ -65,7 +67,7 @@ class Judge:
     """Compares loops in the processes of two ranks, and starts these again when a loop has ended them; a context manager."""
 
     def __enter__(self) -> Judge:
-        self._group = RankGroup(RANKS, timeout_s=TIMEOUT_S)
+        self._group = RankGroup(RANKS, timeout_s=TIMEOUT_S, preloaded=PRELOADED)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -85,8 +87,8 @@ class Judge:
         try:
             return find_difference(loop, self._group.run(compare, loop))
         except AssertionError as error:  # a rank has died, or waits for another one
-            self._group.__exit__()
-            self._group = RankGroup(RANKS, timeout_s=TIMEOUT_S)
+            self.__exit__()
+            self.__enter__()
             return f"the processes do not answer: {str(error)[-1000:]}"
 
     def _shrink(self, loop: Loop, text: str) -> tuple[Loop, str]:

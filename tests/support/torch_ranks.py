@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import TracebackType
@@ -29,9 +30,10 @@ class RankGroup:
     Args:
         world_size: The number of processes.
         timeout_s: What they may take for one call, after they have started.
+        preloaded: Modules that they import before they are ready.
     """
 
-    def __init__(self, world_size: int, *, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(self, world_size: int, *, timeout_s: float = _TIMEOUT_S, preloaded: Sequence[str] = ()) -> None:
         self._timeout_s, self._is_ready = timeout_s, False
         self._folder = tempfile.TemporaryDirectory()
         self._store = (Path(self._folder.name) / "store").as_uri()
@@ -40,7 +42,7 @@ class RankGroup:
         # Not multiprocessing's own processes: they leave a helper process behind as long as pytest runs.
         for rank in range(world_size):
             ours, theirs = Pipe()
-            command = [sys.executable, __file__, str(theirs.fileno()), str(rank), str(world_size)]
+            command = [sys.executable, __file__, str(theirs.fileno()), str(rank), str(world_size), *preloaded]
             self._processes.append(subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]))
             theirs.close()
             self._ends.append(ours)
@@ -99,12 +101,14 @@ def count_groups() -> int:
     return count
 
 
-def _serve(end: Connection[Any, Any], rank: int, world_size: int) -> None:
+def _serve(end: Connection[Any, Any], rank: int, world_size: int, preloaded: Sequence[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
     backend = TorchBackend(TorchConfig(init_timeout_s=_TIMEOUT_S, warn_unsynchronized=False))
     backend.load()
+    for name in preloaded:
+        importlib.import_module(name)
     end.send((True, None))  # it is ready
     while True:
         try:
@@ -125,4 +129,4 @@ def _serve(end: Connection[Any, Any], rank: int, world_size: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
+    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
