@@ -381,7 +381,9 @@ class DividedShards(OptimizerShards):
         dim = _divided_dim(parameter)
         placement: Placement = Shard(dim) if own.ndim else Replicate()
         if not is_dtensor(parameter):
-            return make_dtensor(own, self._replicas, [placement], parameter.shape).requires_grad_()
+            is_alone = self._with_tensor.size(1) == 1
+            mesh, places = (self._replicas, [placement]) if is_alone else (self._with_tensor, [placement, Replicate()])
+            return make_dtensor(own, mesh, places, parameter.shape).requires_grad_()
         (of_tensor,) = parameter.placements
         if own.ndim and of_tensor.is_shard(dim):  # it is divided by tensor parallelism first
             placement = _StridedShard(dim, split_factor=parameter.device_mesh.size())

@@ -37,7 +37,7 @@ def difference(loop: Loop, rank: int, own: Outcome, plain: Outcome) -> str | Non
         if name not in own.values and "pipeline" in loop.marks:
             continue  # another stage has it
         found = own.values[name]
-        if name == "logged" and rank and (not found or "norm" in loop.net):
+        if name == "logged" and rank and ("evaluate on one rank" in loop.habits or "norm" in loop.net):
             continue  # the first rank has evaluated alone, or within a step, in which buffers are each rank's own
         if len(found) != len(values):
             return f"{len(found)} {name} in place of {len(values)}"
