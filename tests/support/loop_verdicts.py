@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from support.loop_habits import HABITS
@@ -18,6 +19,14 @@ def compare(loop: Loop) -> tuple[Outcome, Outcome]:
     return train(loop), train_plainly(loop)
 
 
+def deviation(found: float, expected: float) -> float:
+    """Return by how much a number is wrong, in proportion if it is large. A loop that diverges has equal infinite numbers."""
+    if found == expected or (math.isnan(found) and math.isnan(expected)):
+        return 0.0
+    wrong = abs(found - expected) / max(1.0, abs(expected))
+    return math.inf if math.isnan(wrong) else wrong
+
+
 def difference(loop: Loop, rank: int, own: Outcome, plain: Outcome) -> str | None:
     """Return how a rank's loop differs from the plain one, or None; of a loop that was refused, until then."""
     losses = dict(plain.losses)
@@ -27,7 +36,7 @@ def difference(loop: Loop, rank: int, own: Outcome, plain: Outcome) -> str | Non
         of_ranks = losses[number]
         is_alone = sizes[number] == 1 or copies == 1
         expected = sum(of_ranks) / len(of_ranks) if is_alone else of_ranks[rank]
-        if not abs(loss - expected) <= loop.tolerance * max(1.0, abs(expected)):
+        if deviation(loss, expected) > loop.tolerance:
             return f"the loss of batch {number} is {loss:.6g}, not {expected:.6g}"
     if own.error is not None:
         return None
@@ -41,8 +50,8 @@ def difference(loop: Loop, rank: int, own: Outcome, plain: Outcome) -> str | Non
             continue  # the first rank has evaluated alone, or within a step, in which buffers are each rank's own
         if len(found) != len(values):
             return f"{len(found)} {name} in place of {len(values)}"
-        worst = max((abs(one - two) / max(1.0, abs(two)) for one, two in zip(found, values, strict=True)), default=0.0)
-        if not worst <= loop.tolerance:
+        worst = max(map(deviation, found, values), default=0.0)
+        if worst > loop.tolerance:
             return f"{name} differ by {worst:.2g}"
     return None
 
