@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raysgd._util.text import with_article
+from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.optimizer_shards import GradientHook
 from raysgd.errors import ConfigError, UsageError
@@ -117,34 +119,6 @@ def check_loss(loss: Any, parameters: Iterable[nn.Parameter], *, is_pipelined: b
         )
 
 
-def check_other_optimizer(
-    optimizer: Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    shards: Mapping[torch.Tensor, torch.Tensor],
-    *,
-    is_changed: bool,
-) -> None:
-    """Check that an optimizer next to the engine's, if it updates parameters of the model, finds what it does in the plain loop.
-
-    Args:
-        optimizer: It makes a step.
-        parameters: Those of the model, by name.
-        shards: What the engine's optimizer updates in place of parameters.
-        is_changed: All gradients are hidden or scaled now.
-
-    Raises:
-        UsageError: It does not.
-    """
-    updated = {each for group in optimizer.param_groups for each in group["params"]}
-    name = next((name for name, each in parameters.items() if each in updated), None)
-    if name is not None and (is_changed or not shards.keys().isdisjoint(updated)):
-        raise UsageError(
-            f"{with_article(type(optimizer).__name__)} updates {name} of the model, next to the optimizer of engine.compose: "
-            "in fp16, with zero_stage=1 or 2, with bf16-true and within an accumulated step its gradient is not there. Add "
-            "the parameters to the engine's optimizer by optimizer.add_param_group."
-        )
-
-
 def check_updated(optimizer: Optimizer, known: Container[torch.Tensor]) -> None:
     """Check that what an optimizer updates is the model's, or has no gradient.
 
@@ -227,3 +201,33 @@ def check_saved(*, is_open: bool) -> None:
             "count as trained on: call it after optimizer.step() of a complete step, or between two batches "
             "engine.save_checkpoint(**more), which saves the gradients too."
         )
+
+
+NO_AVERAGES = (
+    "zero_stage=3 divides the parameters over the ranks, so that neither copy.deepcopy(model) nor "
+    "torch.optim.swa_utils.AveragedModel has whole ones: give zero_stage=2, with which both work."
+)
+
+
+def check_averages() -> None:
+    """Let averages that were made before the parameters were divided or converted raise an error that says so."""
+    from torch.optim.swa_utils import AveragedModel
+
+    update = AveragedModel.update_parameters
+    if getattr(update, "is_checked", False):
+        return
+
+    @functools.wraps(update)
+    def checked(self: Any, model: nn.Module) -> Any:
+        for own, new in zip(self.module.parameters(), model.parameters(), strict=False):
+            if is_dtensor(new) and not is_dtensor(own):
+                raise ConfigError(NO_AVERAGES)
+            if own.dtype != new.dtype:
+                raise ConfigError(
+                    f"AveragedModel has averages in {own.dtype}, and the model's parameters are {new.dtype} now: with "
+                    'precision="bf16-true" make it of the model that the engine returned.'
+                )
+        return update(self, model)
+
+    checked.is_checked = True  # type: ignore[attr-defined]
+    AveragedModel.update_parameters = checked  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.blocks import find_blocks, find_stage_blocks
+from raysgd.engine.checks import check_averages
 from raysgd.engine.config import OWN_PLAN_OF_SEQUENCES, RECOMPUTED_EVERY, EngineConfig
 from raysgd.engine.data_parallel import (
     AveragedReplicas,
@@ -253,6 +254,7 @@ def _set_precision(config: EngineConfig, model: nn.Module, data_parallel: DataPa
     if config.precision != "bf16-true":
         autocast_forward(model, dtype)
         return f"autocast to {config.precision}"
+    check_averages()
     is_gathered = data_parallel.gathers_parameters
     _convert(model, dtype, with_parameters=not is_gathered)
     cast_inputs(model, dtype, gathers_parameters=is_gathered, keeps_outputs=config.pipeline_parallel > 1)

@@ -248,7 +248,8 @@ class AveragedReplicas(DataParallel):
     def make_shards(self, parameters: Sequence[nn.Parameter]) -> None:
         mesh = self._mesh()
         group = mesh.get_group("dp") if mesh.size(0) > 1 else None
-        self.shards = OptimizerShards(parameters, group, is_early=self._is_early)
+        whole_on = mesh["tp"] if self._config.tensor_parallel > 1 else None
+        self.shards = OptimizerShards(parameters, group, is_early=self._is_early, whole_on=whole_on)
 
 
 class ShardedOptimizer(DataParallel):

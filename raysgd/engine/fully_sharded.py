@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from raysgd.engine.accumulation import Accumulation
+from raysgd.engine.checks import NO_AVERAGES, check_averages
 from raysgd.engine.data_parallel import DataParallel
 from raysgd.engine.local_tensors import local_of, make_data_settable
-from raysgd.engine.optimizer_shards import OptimizerShards
+from raysgd.engine.optimizer_shards import DividedShards
 from raysgd.engine.precision import DTYPES, widen_parameters
 from raysgd.engine.tensor_parallel import fsdp_shard_placement
 from raysgd.errors import ConfigError, UsageError
@@ -46,23 +46,26 @@ class FullySharded(DataParallel):
             settings["shard_placement_fn"] = fsdp_shard_placement(replicas.size())
         is_free = config.find_unused_parameters and replicas.size() > 1
         if scalars := {each for each in model.parameters() if not each.ndim}:
-            settings["ignored_params"] = scalars  # FSDP cannot divide them: their gradients are averaged as in DDP
+            settings["ignored_params"] = scalars
         for each in model.parameters():
             each.data = each.data.contiguous()  # FSDP takes no other, such as channels_last
         sharded = {**({} if is_free else _without_shared(blocks, model)), "": model}
         for module in sharded.values():
             fully_shard(module, **settings)
             module.__deepcopy__ = AttachedHook(_refuse_copy)  # type: ignore[assignment]
-        _check_averages()
+        check_averages()
         make_data_settable()
         if replicas.size() > 1:
             self._use = ParameterUse(model, replicas.get_group(), is_free=is_free)
-        group = replicas.get_group() if replicas.size() > 1 else None
-        self.shards = OptimizerShards(list(scalars), group, is_early=self._is_early)
+            # FSDP cannot divide scalars, nor what the loop adds later: these are divided as with ZeRO 2.
+            self.shards = DividedShards(list(scalars), self._mesh(), is_early=self._is_early)
         self._divided = {each for each in model.parameters() if each.ndim}
         self._groups = list(_groups(model))
         for parameters in self._groups:
             parameters.post_forward = _checking(parameters, replicas.get_local_rank())
+            for each in parameters.fsdp_params:
+                check = AttachedHook(functools.partial(_check_gathered, parameters, each))
+                each._module_info.module.register_forward_pre_hook(check)
         self._note(sharded, f"FSDP over {replicas.size()} ranks")
 
     def parameters_of(self, model: nn.Module) -> Mapping[str, nn.Parameter]:
@@ -263,6 +266,16 @@ def _checking(parameters: Any, rank: int) -> Callable[..., Any]:
     return check
 
 
+def _check_gathered(parameters: Any, parameter: Any, module: nn.Module, args: Any) -> None:
+    """Check that a layer is called within the model, for whose passes alone its parameters are gathered."""
+    if not (torch.compiler.is_compiling() or parameters.is_unsharded):
+        name = parameter._param_fqn or parameter._module_info.param_name
+        raise UsageError(
+            f"zero_stage=3: the layer of {name} was called by itself, and its parameters are gathered when the model is called: "
+            "evaluate with the whole model, or give zero_stage=2."
+        )
+
+
 def _without_shared(blocks: Mapping[str, nn.Module], model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks that share no parameter with others: FSDP gathers shared ones with the parameters outside of blocks."""
     owners: dict[nn.Parameter, set[int]] = {}
@@ -274,30 +287,5 @@ def _without_shared(blocks: Mapping[str, nn.Module], model: nn.Module) -> dict[s
     return {name: block for name, block in blocks.items() if id(block) not in shared}
 
 
-_NO_AVERAGES = (
-    "zero_stage=3 divides the parameters over the ranks, so that neither copy.deepcopy(model) nor "
-    "torch.optim.swa_utils.AveragedModel has whole ones: give zero_stage=2, with which both work."
-)
-
-
 def _refuse_copy(*_: Any) -> Any:
-    raise ConfigError(_NO_AVERAGES)
-
-
-def _check_averages() -> None:
-    """Let averages that were made before the parameters were divided raise an error that says so."""
-    from torch.optim.swa_utils import AveragedModel
-
-    update = AveragedModel.update_parameters
-    if getattr(update, "is_checked", False):
-        return
-
-    @functools.wraps(update)
-    def checked(self: Any, model: nn.Module) -> Any:
-        pairs = zip(self.module.parameters(), model.parameters(), strict=False)
-        if any(isinstance(new, DTensor) and not isinstance(own, DTensor) for own, new in pairs):
-            raise ConfigError(_NO_AVERAGES)
-        return update(self, model)
-
-    checked.is_checked = True  # type: ignore[attr-defined]
-    AveragedModel.update_parameters = checked  # type: ignore[method-assign]
+    raise ConfigError(NO_AVERAGES)

@@ -54,8 +54,14 @@ class Gradients:
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients."""
         self._known_norm = None
-        if not (isinstance(factor, float) and factor == 1):
-            scale(self.found(), factor)
+        scale(self.found(), factor)
+
+    def take(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Take all gradients away; returns them, by what they were the gradients of."""
+        taken = {each: each.grad for each in self.updated() if each.grad is not None}
+        for each in taken:
+            each.grad = None
+        return taken
 
     def norm(self) -> torch.Tensor:
         """Return the norm of all gradients over all ranks; it is computed once, unless they change."""
@@ -134,6 +140,8 @@ def _size(mesh: DeviceMesh, axis: str) -> int:
 
 def scale(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply gradients in place."""
+    if isinstance(factor, float) and factor == 1:
+        return
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         local = local_of(gradient)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
+from raysgd.errors import UsageError
 from raysgd.torch.restoring import place_like
 
 if TYPE_CHECKING:
@@ -44,9 +45,10 @@ def place_as(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def make_data_settable() -> None:
-    """Make ``parameter.data = value`` set the elements of DTensors: torch changes a tensor that they do not use.
+    """Make ``parameter.data = value`` exchange the elements of DTensors: torch changes a tensor that they do not use.
 
-    The value may be a DTensor or a whole tensor.
+    The value may be a DTensor, whose memory the parameter has then, or a whole tensor. What ``parameter.data`` returned before
+    keeps its elements, so that a loop can exchange the two and exchange them back.
     """
     from torch.distributed.tensor import DTensor
 
@@ -55,10 +57,16 @@ def make_data_settable() -> None:
     get_data: Any = torch.Tensor.data
 
     def set_data(self: DTensor, value: torch.Tensor) -> None:
+        if value.shape != self.shape:
+            raise UsageError(
+                f"a parameter of shape {tuple(self.shape)}, which ranks divide, got data of shape {tuple(value.shape)}: "
+                "keep shapes after engine.compose."
+            )
         if is_dtensor(value):
             placed = value.redistribute(self.device_mesh, self.placements)
         else:
             placed = place_like("data", value, self, "parameter.data")
-        local_of(self.detach()).copy_(local_of(placed.detach()))
+        held = local_of(self)
+        held.data = local_of(placed.detach()).to(held).contiguous()  # as torch has described it
 
     DTensor.data = property(get_data.__get__, set_data)  # type: ignore[assignment]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -26,9 +24,6 @@ from raysgd.torch.restoring import place_optimizer_state
 
 #: What messages of torch have that refuse an operation on distributed tensors.
 _OF_DTENSORS = ("DTensor", "placement", "harding")
-#: The users' optimizers that the engine was given, and those of which a method runs that their `EngineOptimizer` has called.
-_given: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_running: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class EngineOptimizer(Optimizer):
@@ -48,8 +43,6 @@ class EngineOptimizer(Optimizer):
         _share_metrics()
         # torch's schedulers warn if the optimizer has made no step before them; here either order is right.
         self._opt_called = True
-        _given.add(inner)
-        _watch_steps()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -167,7 +160,7 @@ class EngineOptimizer(Optimizer):
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the optimizer, which finds its shards and may change them and their gradients."""
-        with self._step.in_place(self.inner), _is_running(self.inner):
+        with self._step.optimizer_calls.in_place(self.inner):
             has_shards = any(is_dtensor(each) for group in self.param_groups for each in group["params"])
             try:
                 return method(*args, **kwargs)
@@ -186,7 +179,7 @@ class EngineOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned on any number of ranks, also as `raysgd.load_checkpoint` has it."""
-        with self._step.in_place(self.inner):
+        with self._step.optimizer_calls.in_place(self.inner):
             self.inner.load_state_dict(place_optimizer_state(state_dict, self.inner, "state['optimizer']"))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -230,25 +223,3 @@ def _refuse_hidden(name: str) -> UsageError:
         f"optimizer.{name}() needs the gradients of a step, and these are not complete before its last batch: call it where "
         "optimizer.is_complete, or give accumulation_steps=1."
     )
-
-
-@contextmanager
-def _is_running(optimizer: Optimizer) -> Iterator[None]:
-    _running.add(optimizer)
-    try:
-        yield
-    finally:
-        _running.discard(optimizer)
-
-
-@functools.cache
-def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_refuse_direct)
-
-
-def _refuse_direct(optimizer: Optimizer, *_: Any) -> None:
-    if optimizer in _given and optimizer not in _running:
-        raise UsageError(
-            f"step() was called on the {type(optimizer).__name__} that the engine was given: it does not know there whether the "
-            "gradients are complete, nor which shards it updates. Call step() on the optimizer that was returned."
-        )

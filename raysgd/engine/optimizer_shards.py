@@ -166,6 +166,7 @@ class OptimizerShards:
         group: The ranks over which gradients are averaged; None: something else averages them, such as DDP, or there is
             nothing to average.
         is_early: Whether gradients may be collected during the backward pass.
+        whole_on: The ranks that hold plain parameters whole, where others are DTensors: the optimizer finds DTensors only.
 
     Attributes:
         is_collecting: Whether gradients are collected during the backward pass, as soon as those of a bucket are there. The
@@ -174,9 +175,14 @@ class OptimizerShards:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, is_early: bool = True
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        *,
+        is_early: bool = True,
+        whole_on: DeviceMesh | None = None,
     ) -> None:
-        self._group, self._is_early = group, is_early
+        self._group, self._is_early, self._whole_on = group, is_early, whole_on
         self._num_collected = 0  # buckets, in this backward pass
         self.is_collecting = False
         self._buckets: list[_Bucket] = []
@@ -299,9 +305,16 @@ class OptimizerShards:
 
     def _make_tensor(self, parameter: nn.Parameter) -> torch.Tensor:
         own = self._own(parameter)
-        if own.dtype == (dtype := _master_type(own)):
+        whole_on = None if is_dtensor(parameter) else self._whole_on
+        if own.dtype != (dtype := _master_type(own)):
+            own = own.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        elif whole_on is None:
             return parameter
-        return place_as(parameter, own.to(dtype, copy=True, memory_format=torch.contiguous_format)).requires_grad_()
+        if whole_on is None:
+            return place_as(parameter, own).requires_grad_()
+        from torch.distributed.tensor import Replicate
+
+        return make_dtensor(own, whole_on, [Replicate()], own.shape).requires_grad_()
 
     def _reduce(self, bucket: _Bucket) -> None:
         if self._group is not None:
@@ -368,7 +381,9 @@ class DividedShards(OptimizerShards):
         dim = _divided_dim(parameter)
         placement: Placement = Shard(dim) if own.ndim else Replicate()
         if not is_dtensor(parameter):
-            return make_dtensor(own, self._replicas, [placement], parameter.shape).requires_grad_()
+            is_alone = self._with_tensor.size(1) == 1
+            mesh, places = (self._replicas, [placement]) if is_alone else (self._with_tensor, [placement, Replicate()])
+            return make_dtensor(own, mesh, places, parameter.shape).requires_grad_()
         (of_tensor,) = parameter.placements
         if own.ndim and of_tensor.is_shard(dim):  # it is divided by tensor parallelism first
             placement = _StridedShard(dim, split_factor=parameter.device_mesh.size())

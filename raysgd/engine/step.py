@@ -6,24 +6,21 @@ optimizer uses them. Those of an unfinished one are hidden.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.checks import (
     check_hooks,
     check_loss,
-    check_other_optimizer,
     check_saved,
     check_updated,
     check_weight,
@@ -33,6 +30,7 @@ from raysgd.engine.composing import Composed, place_loaded
 from raysgd.engine.config import WITHOUT_OPTIMIZER, EngineConfig
 from raysgd.engine.data_parallel import Mesh
 from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag, scale
+from raysgd.engine.optimizer_calls import OptimizerCalls
 from raysgd.engine.precision import LossScale, overflows
 from raysgd.engine.used_batches import UsedBatches
 from raysgd.errors import CheckpointError, UsageError
@@ -68,6 +66,7 @@ class Step:
         model: What the loop calls.
         hidden: The gradients of a step that is not complete.
         clips: Whether `take_gradients` clips.
+        optimizer_calls: Lets optimizers find their shards.
     """
 
     def __init__(
@@ -94,6 +93,8 @@ class Step:
             counted_elsewhere=composed.counted_elsewhere,
         )
         self.hidden, self.clips = HiddenGradients(), config.clip_grad_norm is not None
+        # Gradients from before this step, which the loop has not dropped: they are not divided by what its own are.
+        self._kept: dict[torch.Tensor, torch.Tensor] = {}
         self._finite: HostFlag | None = None  # whether complete gradients are finite, if that is in question
         self._weight = 0.0  # batches, rows or tokens of the step, on this rank
         self._pipeline_weight = 1.0  # of the newest batch that the pipeline has computed
@@ -101,6 +102,13 @@ class Step:
         self._dataset: Any = None  # of the training loader
         self._divided_by: torch.Tensor | float = 1.0  # what the gradients of a complete step were divided by
         self._parameters = self._data_parallel.parameters_of(unwrap(composed.model))
+        self.optimizer_calls = OptimizerCalls(
+            optimizer,
+            composed.data_parallel,
+            self._accumulation,
+            lambda: self._parameters,
+            is_scaled=loss_scale.is_enabled,
+        )
         # The loop's hooks are those that come later.
         self._num_hooks = {each: count_hooks(each) for each in self._parameters.values()}
 
@@ -119,7 +127,6 @@ class Step:
             pipeline.scale = self._begin_pipeline
         if self._optimizer is not None:
             model.zero_grad = AttachedForward(model.zero_grad, lambda *_, **__: self.zero_grad(of_model=True))  # type: ignore[method-assign]
-            _check_optimizers()
         _steps.add(self)
         context.current().save_checks.append(weakref.WeakMethod(self.check_saved))
 
@@ -184,10 +191,12 @@ class Step:
         """Take the gradients of the open step back from the loop, before a backward pass adds to them."""
         if self._accumulation.is_open and not self.is_complete:
             self.hidden.restore()
-        else:  # there are gradients if the loop has not dropped them, to which more are added
+        else:
             self._data_parallel.shards.hold_gradients()
-            self._check_kept()
-            self._gradients.scale(self._divided_by if self.is_complete else self._loss_scale.scale)
+            if self.is_complete:
+                self._gradients.scale(self._divided_by)
+            else:
+                self._kept = self._gradients.take()
         self._data_parallel.begin_pass(self._accumulation)
 
     def end_pass(self, weight: float) -> None:
@@ -338,6 +347,10 @@ class Step:
     def _finish(self) -> None:
         """Make the gradients of a complete step those of its mean loss."""
         self._divided_by, self._finite, norm = self._divisor(), None, None
+        scale(list(self._kept.values()), self._divided_by)
+        for each, kept in self._kept.items():
+            each.grad = kept if each.grad is None else each.grad.add_(kept)
+        self._kept = {}
         if self._loss_scale.is_enabled:
             norm = self._gradients.norm()
             self._finite = HostFlag(self._is_finite_everywhere(norm))
@@ -440,10 +453,6 @@ class Step:
             and not any(map(is_dtensor, self._gradients.updated()))
         )
 
-    def in_place(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Let the optimizer find its shards, made of the parameters as they are now; see `OptimizerShards.in_place`."""
-        return self._data_parallel.shards.in_place(optimizer, with_gradients=self.is_complete)
-
     def finish(self) -> None:
         """End a complete step: the optimizer has used its gradients, or has skipped them since they are not finite."""
         skipped = not self.is_finite
@@ -510,6 +519,7 @@ class Step:
             "replicas": api.data_parallel_size(),
             "factor": self._factor(1.0),
             "gradients": {name: each.grad for name, each in tensors.items() if each.grad is not None},
+            "kept": {name: self._kept[each] for name, each in tensors.items() if each in self._kept},
         }
         self._hide()
         return saved
@@ -527,7 +537,7 @@ class Step:
         self._accumulation.discard()
         self._batches.end_step()
         self.hidden.drop()
-        self._weight = 0.0
+        self._kept, self._weight = {}, 0.0
         self.zero_grad()
         if saved is None:
             return
@@ -539,17 +549,22 @@ class Step:
             )
         # The mean over the ranks is of the batches of a rank, or of all rows.
         share = saved["replicas"] / api.data_parallel_size() if is_weighted else 1.0
-        gradients = {}
-        for name, each in self._parameters.items():
-            if name in saved["gradients"]:
-                updated = self._updated(each)
-                gradients[name] = updated.grad = torch.zeros_like(updated)
-        restore(dict(saved["gradients"]), into=gradients)
-        scale(list(gradients.values()), share * self._factor(1.0) / saved["factor"])
+        self._restore_gradients(saved["kept"])
+        self._kept = self._gradients.take()
+        self._restore_gradients(saved["gradients"])
+        self._gradients.scale(share * self._factor(1.0) / saved["factor"])
         self._data_parallel.resume_gradients()
         self._hide()
         self._weight = saved["weight"] * share
         self._accumulation.resume(saved["batches"])
+
+    def _restore_gradients(self, saved: Mapping[str, Any]) -> None:
+        gradients = {}
+        for name, each in self._parameters.items():
+            if name in saved:
+                updated = self._updated(each)
+                gradients[name] = updated.grad = torch.zeros_like(updated)
+        restore(dict(saved), into=gradients)
 
     def _updated(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return what the optimizer updates of a parameter."""
@@ -570,14 +585,6 @@ class Step:
         is_pipelined = self.composed.pipeline is not None
         check_weight(self._config, weight, is_pipelined=is_pipelined, is_known=self._batches.num_rows is not None)
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Check another optimizer of the loop; see `raysgd.engine.checks.check_other_optimizer`."""
-        if optimizer is not self._optimizer and self._optimizer is not None:
-            is_unfinished = self._accumulation.is_open and not self.is_complete
-            shards = self._data_parallel.shards.tensor_of
-            is_changed = is_unfinished or self._loss_scale.is_enabled
-            check_other_optimizer(optimizer, self._parameters, shards, is_changed=is_changed)
-
     def check_updated(self) -> None:
         """Check that what the optimizer updates is the model's, or has no gradient; see `raysgd.engine.checks`."""
         if self._optimizer is not None:
@@ -593,28 +600,9 @@ class Step:
                 "losses of a batch up and call engine.backward once, or give the loader to compose(train_dataloader=...)."
             )
 
-    def _check_kept(self) -> None:
-        """Check that no gradients of the step before are kept, if it is not known yet what those of this one are divided by."""
-        if self._config.weighted_gradients and not self._accumulation.is_open and self._gradients.found():
-            raise UsageError(
-                "weighted_gradients=True: there are gradients from before this step, which cannot be added to its weighted mean: "
-                "call optimizer.zero_grad() after each optimizer.step()."
-            )
-
     def _check_hooks(self) -> None:
         """Check that no hook of the loop has found another gradient than that of the plain loop."""
         is_late = self._data_parallel.gathers_parameters or self._config.precision == "fp16"
         if not is_late and api.world_size() == 1:
             return
         check_hooks(self._num_hooks, self._parameters.values(), is_late=is_late)
-
-
-@functools.cache
-def _check_optimizers() -> None:
-    """Let each step of an optimizer be checked against the models of this process."""
-
-    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for each in list(_steps):
-            each.check_optimizer(optimizer)
-
-    register_optimizer_step_pre_hook(check)

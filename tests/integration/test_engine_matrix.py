@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support import engine_compiled, engine_overflow, engine_steps, torch_ranks
+from support import engine_compiled, engine_overflow, engine_steps, tensor_habits, torch_ranks
 from support.matrix_page import Deviations
 from support.pairs import all_pairs, product
 from support.poll import until
@@ -241,3 +241,11 @@ def test_compiled_models_train_to_the_same_losses(ranks: RankGroup, backend: str
     for losses, num_compiled in ranks.run(engine_compiled.train, "gpt2", 4, backend, **strategies):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert num_compiled > 0
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_habits_of_loops_with_tensor_parallel_replicas(ranks: RankGroup, zero_stage: int) -> None:
+    """Weights are exchanged by ``.data``, gradients are kept and clipped, and a layer is added."""
+    expected = tensor_habits.train_plainly()
+    for found in ranks.run(tensor_habits.train, zero_stage):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -28,7 +28,6 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
         "poisoned by swap_tensors": WITH_TENSORS,  # torch's own
     },
     "round": {"convert the model before engine.compose": SHARDED, "or convert the model before it": WITH_MASTERS},
-    "SAM": {"Sharpness needs whole parameters": SHARDED},  # its norm and a scalar are of different kinds there
     "step of the given optimizer": {"Call step() on the optimizer that was returned": tuple(weight_edits.STRATEGIES)},
 }
 

@@ -140,7 +140,7 @@ def drop_gradients(run: Run) -> None:
 
 
 def hook_parameters(run: Run) -> None:
-    for each in run.inner.parameters():
+    for each in [each for each in run.inner.parameters() if each.requires_grad]:
         each.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
 
 
@@ -297,14 +297,14 @@ def evaluate_average(run: Run) -> None:
 
 
 def evaluate_on_one_rank(run: Run) -> None:
-    if run.rank == 0 and run.number % 2:
+    if run.world_rank == 0 and run.number % 2:
         run.evaluate()
 
 
 @torch.no_grad()
 def evaluate_part(run: Run) -> None:
     run.inner.eval()
-    hidden = torch.tanh(run.inner.first(run.rows_of_evaluation[0]))
+    hidden = torch.tanh(run.inner.first(run.rows_of_evaluation[0].to(run.dtype)))
     run.log(run.inner.blocks[1](hidden).square().mean())
     run.inner.train()
 
@@ -420,6 +420,8 @@ SCHEDULES: dict[str, Schedule] = {
     ),
 }
 
+#: Of torch's own schedulers, those that do not take groups which are added later.
+OF_KNOWN_GROUPS = ("LambdaLR", "OneCycleLR", "CyclicLR", "CosineAnnealingWarmRestarts")
 #: Habits, and kinds of them, that loops with the stages of a pipeline may have: a rank has some layers, and the loss alone.
 OF_STAGES = {
     *("reads", "skip", "clip", "gradients", "zero_grad", "closure", "save", "groups", "schedule"),
@@ -511,7 +513,7 @@ HABITS: dict[str, Habit] = {
     "EMA": Habit(
         "`AveragedModel`, updated at each step",
         "averages",
-        refused=("ZeRO 3",),
+        refused=("ZeRO 3", "bf16-true"),
         begin=make_average,
         after=update_average,
         end=log_average,
@@ -536,10 +538,17 @@ HABITS: dict[str, Habit] = {
     ),
     "evaluate": Habit("evaluate after any batch", "evaluate", after=lambda run: run.evaluate()),
     "evaluate on one rank": Habit(
-        "evaluate on one rank alone", "evaluate", after=evaluate_on_one_rank, refused=("ZeRO 3", "tensor", "pipeline")
+        "evaluate on one rank alone, with ZeRO 0 to 2",
+        "evaluate",
+        after=evaluate_on_one_rank,
+        without=("ZeRO 3", "tensor", "pipeline"),
     ),
     "evaluate a part": Habit(
-        "call a submodule, for an evaluation", "evaluate", after=evaluate_part, without=("pipeline",)
+        "call a layer by itself, for an evaluation",
+        "evaluate",
+        after=evaluate_part,
+        refused=("ZeRO 3",),
+        without=("pipeline",),
     ),
     "read weights": Habit("read weights, as for a log", "read weights", after=read_weights),
     "save": Habit("save after any batch", "save", after=save),
@@ -558,14 +567,14 @@ HABITS: dict[str, Habit] = {
         "add a layer, and its group to the optimizer",
         "layers",
         before=add_layer,
-        without=("resume", "averages", "weights", "OneCycleLR", "CyclicLR"),
+        without=("resume", "averages", "weights", *OF_KNOWN_GROUPS),
     ),
     "second optimizer": Habit(
         "add a layer with an optimizer of its own",
         "layers",
         before=add_layer_with_optimizer,
         gradients=step_second,
-        refused=("ZeRO 1", "ZeRO 2", "fp16", "bf16-true"),
+        refused=("fp16",),
         without=("resume", "averages", "weights", "clip", "gradients"),
     ),
     "add group": Habit(
@@ -574,7 +583,7 @@ HABITS: dict[str, Habit] = {
         begin=hold_last,
         optimizer=without_last,
         before=add_group,
-        without=("groups", "averages", "resume", "OneCycleLR", "CyclicLR"),
+        without=("groups", "averages", "resume", *OF_KNOWN_GROUPS),
     ),
     "several groups": Habit(
         "groups of parameters with settings of their own", "groups", optimizer=several_groups, without=("averages",)

@@ -178,7 +178,8 @@ class Run:
     """The objects of a loop in one process, equal in all of them, and where it is.
 
     Attributes:
-        rank: The rank whose rows are computed.
+        rank: The data-parallel rank whose rows are computed.
+        world_rank: That of the process.
         number: Of the batch, over all epochs.
         moment: A batch at which something happens, anywhere.
         boundary: The first batch of a step at which something happens.
@@ -187,6 +188,7 @@ class Run:
     """
 
     dtype = torch.float32
+    world_rank = 0
 
     def __init__(self, loop: Loop, rank: int, copies: int, first: int = 0) -> None:
         self.loop, self.rank, self.copies, self.number = loop, rank, copies, first
@@ -341,8 +343,12 @@ def train_plainly(loop: Loop) -> Outcome:
     run = Run(loop, 0, copies)
     model, optimizer = run.model, run.optimizer
     scheduler = None if run.schedule is None else run.schedule.make(optimizer, run.num_steps)
+    resumed = {first for _, first, _ in parts_of(loop)[1:]}
     for number in range(run.total):
         run.number = number
+        # A checkpoint has the gradients of an unfinished step, which the engine knows, and no others.
+        if number in resumed and (STRATEGIES[loop.strategy].is_accelerated or run._ends_step(number - 1)):
+            optimizer.zero_grad()
         run.act("before")
         if run.is_skipped(number):
             continue
@@ -406,6 +412,7 @@ class EngineRun(Run):
 
     def __init__(self, loop: Loop, first: int) -> None:
         super().__init__(loop, raysgd.data_parallel_rank(), raysgd.data_parallel_size(), first)
+        self.world_rank = raysgd.world_rank()
         if loop.fields.get("precision") == "bf16-true":
             self.dtype = torch.bfloat16
         whole = STRATEGIES[loop.strategy].copies

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import time
+import math
 from typing import Any
 
 from support.loop_habits import HABITS
 from support.loop_runs import NAMES, RANKS, STRATEGIES, Loop, Outcome, fits, parts_of, train, train_plainly
 from support.torch_ranks import RankGroup
 
-TOGETHER = 10  # loops of one call
-TIMEOUT_S = 60  # of such a call, which takes a few seconds
+TIMEOUT_S = 60  # of a loop, which takes a second
+#: What loops with pipelines import, for many seconds on a busy machine.
+PRELOADED = ("support.loop_runs", "torch.distributed.pipelining.schedules", "transformers.models.llama.modeling_llama")
 
 
-def compare(loops: list[Loop]) -> list[tuple[Outcome, Outcome, float]]:
-    """Train each loop with the engine, and plainly."""
-    found = []
-    for loop in loops:
-        begin = time.monotonic()
-        own = train(loop)
-        middle = time.monotonic()
-        found.append((own, train_plainly(loop), middle - begin))
-    return found
+def compare(loop: Loop) -> tuple[Outcome, Outcome]:
+    """Train a loop with the engine, and plainly."""
+    return train(loop), train_plainly(loop)
+
+
+def deviation(found: float, expected: float) -> float:
+    """Return by how much a number is wrong, in proportion if it is large. A loop that diverges has equal infinite numbers."""
+    if found == expected or (math.isnan(found) and math.isnan(expected)):
+        return 0.0
+    wrong = abs(found - expected) / max(1.0, abs(expected))
+    return math.inf if math.isnan(wrong) else wrong
 
 
 def difference(loop: Loop, rank: int, own: Outcome, plain: Outcome) -> str | None:
@@ -33,7 +36,7 @@ def difference(loop: Loop, rank: int, own: Outcome, plain: Outcome) -> str | Non
         of_ranks = losses[number]
         is_alone = sizes[number] == 1 or copies == 1
         expected = sum(of_ranks) / len(of_ranks) if is_alone else of_ranks[rank]
-        if not abs(loss - expected) <= loop.tolerance * max(1.0, abs(expected)):
+        if deviation(loss, expected) > loop.tolerance:
             return f"the loss of batch {number} is {loss:.6g}, not {expected:.6g}"
     if own.error is not None:
         return None
@@ -43,22 +46,22 @@ def difference(loop: Loop, rank: int, own: Outcome, plain: Outcome) -> str | Non
         if name not in own.values and "pipeline" in loop.marks:
             continue  # another stage has it
         found = own.values[name]
-        if name == "logged" and rank and (not found or "norm" in loop.net):
+        if name == "logged" and rank and ("evaluate on one rank" in loop.habits or "norm" in loop.net):
             continue  # the first rank has evaluated alone, or within a step, in which buffers are each rank's own
         if len(found) != len(values):
             return f"{len(found)} {name} in place of {len(values)}"
-        worst = max((abs(one - two) / max(1.0, abs(two)) for one, two in zip(found, values, strict=True)), default=0.0)
-        if not worst <= loop.tolerance:
+        worst = max(map(deviation, found, values), default=0.0)
+        if worst > loop.tolerance:
             return f"{name} differ by {worst:.2g}"
     return None
 
 
-def find_difference(loop: Loop, of_ranks: list[tuple[Outcome, Outcome, float]]) -> str | None:
+def find_difference(loop: Loop, of_ranks: list[tuple[Outcome, Outcome]]) -> str | None:
     """Return what is wrong with a loop, or None: it is right on all ranks, or was refused before it differed."""
-    for rank, (own, plain, _) in enumerate(of_ranks):
+    for rank, (own, plain) in enumerate(of_ranks):
         if (wrong := difference(loop, rank, own, plain)) is not None:
             return f"rank {rank}: {wrong}"
-    errors = [own for own, *_ in of_ranks if own.error is not None]
+    errors = [own for own, _ in of_ranks if own.error is not None]
     refused = [own.error for own in errors if own.is_refused]
     if errors and not refused:
         return f"ended without a sentence: {errors[0].error}"
@@ -73,7 +76,7 @@ class Judge:
     """Compares loops in the processes of two ranks, and starts these again when a loop has ended them; a context manager."""
 
     def __enter__(self) -> Judge:
-        self._group = RankGroup(RANKS, timeout_s=TIMEOUT_S)
+        self._group = RankGroup(RANKS, timeout_s=TIMEOUT_S, preloaded=PRELOADED)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -81,31 +84,25 @@ class Judge:
 
     def find_wrong(self, loops: list[Loop]) -> list[str]:
         """Return how loops are wrong, each with the fewest habits that are."""
-        found = []
-        for first in range(0, len(loops), TOGETHER):
-            together = loops[first : first + TOGETHER]
-            texts = self._find_differences(together)
-            for loop, text in zip(together, texts, strict=True):
-                if text is not None:
-                    smallest, of_smallest = self._shrink(loop, text)
-                    found.append(f"{smallest}: {of_smallest} [drawn: {loop}]")
-        return found
+        wrong = []
+        for loop in loops:
+            if (text := self._find_difference(loop)) is not None:
+                smallest, of_smallest = self._shrink(loop, text)
+                wrong.append(f"{smallest}: {of_smallest} [drawn: {loop}]")
+                print(wrong[-1], flush=True)  # the rest may take hours
+        return wrong
 
-    def _find_differences(self, loops: list[Loop]) -> list[str | None]:
+    def _find_difference(self, loop: Loop) -> str | None:
         try:
-            of_ranks = self._group.run(compare, loops)
+            return find_difference(loop, self._group.run(compare, loop))
         except AssertionError as error:  # a rank has died, or waits for another one
-            self._group.__exit__()
-            self._group = RankGroup(RANKS, timeout_s=TIMEOUT_S)
-            if len(loops) == 1:
-                return [f"the processes do not answer: {str(error)[-1000:]}"]
-            return [text for loop in loops for text in self._find_differences([loop])]
-        return [find_difference(loop, list(outcomes)) for loop, *outcomes in zip(loops, *of_ranks, strict=True)]
+            self.__exit__()
+            self.__enter__()
+            return f"the processes do not answer: {str(error)[-1000:]}"
 
     def _shrink(self, loop: Loop, text: str) -> tuple[Loop, str]:
         for smaller in filter(fits, loop.smaller()):
-            (found,) = self._find_differences([smaller])
-            if found is not None:
+            if (found := self._find_difference(smaller)) is not None:
                 return self._shrink(smaller, found)
         return loop, text
 
