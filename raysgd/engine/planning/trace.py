@@ -188,7 +188,8 @@ class TracedModel:
         with self._mode, contextlib.ExitStack() as stack:
             batch = make_batch(self._batch, num_rows, self._dtype)
             kinds = {key_of(one): kind for one, (kind, _) in self._kinds.items()}
-            tracker = StepTracker([*self.model.parameters(), *self.model.buffers(), *tensors_of(batch)], kinds)
+            tied = [one.shape for one in self.parameters if len(one.names) > 1]
+            tracker = StepTracker([*self.model.parameters(), *self.model.buffers(), *tensors_of(batch)], kinds, tied)
             for hook in self._follow(tracker):
                 stack.callback(hook.remove)
             stack.callback(self.model.zero_grad)

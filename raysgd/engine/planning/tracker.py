@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 _WHOLE, _GATHERED, _SHARDED, _GRADIENT = range(4)
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm}
+_OF_GRADIENTS = {_ATEN.mm, _ATEN.bmm, _ATEN.embedding_dense_backward, _ATEN.add, _ATEN.t, _ATEN.clone}
 
 
 def _of_shapes(formula: Any, count: int) -> Any:
@@ -77,19 +78,23 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         known: Parameters, buffers and the batch, which are not activations.
         kinds: How weights are sharded, by the key of their storage: ``"column"``, ``"row"`` or ``"whole"``.
+        tied: Shapes of weights that several layers have: one of their gradients waits for the others.
 
     Attributes:
         segments: Those of the step, in forward order.
         now: The index of the one that runs.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor], kinds: dict[int, str]) -> None:
+    def __init__(
+        self, known: Iterable[torch.Tensor], kinds: dict[int, str], tied: Iterable[tuple[int, ...]] = ()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.segments: list[_Segment] = [_Segment(None)]
         self.now = 0
         self._phase, self._since = 0, 0
         self._known = {key_of(tensor): tensor for tensor in known}  # held, so that no other storage gets their keys
         self._weight_kinds = kinds
+        self._tied = {each for shape in tied for each in (shape, shape[::-1])}
         self._serials: dict[int, int] = {}
         # Of each storage: bytes, kind, whether it is a weight in another type, and the segment that made it.
         self._storages: list[list[int]] = []
@@ -128,7 +133,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         serials, signs = np.array(self._events, int).reshape(-1, 2).T
         sizes = np.where(is_activation, each, 0)
         level = np.concatenate([[0.0], np.cumsum(sizes[serials] * signs)])
-        left = np.concatenate([[0.0], np.cumsum(np.where(kinds == _GRADIENT, each, 0)[serials] * (signs > 0))])
+        left = np.concatenate([[0.0], np.cumsum(np.where(kinds == _GRADIENT, each, 0)[serials] * signs)])
         found = []
         for one in self.segments:
             begin, end = one.parts[0][0]
@@ -155,7 +160,9 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = {key: one for one in results if (key := key_of(one)) not in self._serials and key not in self._known}
         for key, tensor in made.items():
             serial = self._serials[key] = len(self._storages)
-            self._storages.append([tensor.untyped_storage().nbytes(), kind, is_copy, self.now])
+            is_gradient = self._phase == 1 and op in _OF_GRADIENTS and tuple(tensor.shape) in self._tied
+            own = _GRADIENT if is_gradient else kind
+            self._storages.append([tensor.untyped_storage().nbytes(), own, is_copy, self.now])
             self._events.append((serial, 1))
             weakref.finalize(tensor.untyped_storage(), self._remove, key, serial).atexit = False
         segment.kernels += bool(made)
