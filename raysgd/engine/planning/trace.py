@@ -211,7 +211,7 @@ class TracedModel:
             return tracker
 
     def _follow(self, tracker: StepTracker) -> Iterator[Any]:
-        """Make hooks which tell the tracker where blocks begin and end, in both passes, and what the gradients are."""
+        """Make hooks by which the tracker notes where blocks begin and end, in both passes, and what the gradients are."""
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 yield parameter.register_hook(tracker.note_gradient)  # type: ignore[no-untyped-call]
@@ -275,7 +275,10 @@ class TracedModel:
             dim = 0 if is_column == isinstance(module, nn.Linear) else 1
             # What an embedding or a head returns is whole on each rank.
             kind = "column" if is_column else "row"
-            self._kinds[module.weight] = (kind if any(is_inside(path, one) for one in self.stacks) else "whole", dim)
+            self._kinds[cast(nn.Parameter, module.weight)] = (
+                kind if any(is_inside(path, one) for one in self.stacks) else "whole",
+                dim,
+            )
             if is_column and getattr(module, "bias", None) is not None:
                 self._kinds[cast(nn.Parameter, module.bias)] = ("column", 0)
 

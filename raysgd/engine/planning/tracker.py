@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 #: What tensor-parallel ranks have of a storage: the whole, as between blocks; the whole also with sequence parallelism, as the
-#: inputs of column-parallel layers; or a shard. The gradient of a parameter is no activation.
+#: inputs of column-parallel layers; or a shard. Gradients of parameters are not activations.
 _WHOLE, _GATHERED, _SHARDED, _GRADIENT = range(4)
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm}
