@@ -113,7 +113,7 @@ def _to_json(found: Any) -> Mapping[str, Any]:
             "rows": one.num_rows,
             "is_fitting": one.is_fitting,
             "memory": {**_plain(one.memory), "total": one.memory.total},
-            "step_s": one.time.total_s,
+            "step_s": one.step_s,
         }
 
     return {
@@ -124,7 +124,7 @@ def _to_json(found: Any) -> Mapping[str, Any]:
         "refused": dict(found.refused),
         "num_workers": found.num_workers,
         "memory_per_device": found.memory_per_device,
-        "num_parameters": found.profile.num_parameters,
+        "num_parameters": found.num_parameters,
     }
 
 

@@ -470,8 +470,8 @@ def write_plan(args: TrainerArgs, strategies: Strategies) -> dict[str, str]:
         "workers_per_replica": plan.config.workers_per_replica,
         "memory_per_device_bytes": plan.memory_per_device,
         "memory_bytes": {name: value for name, value in vars(memory).items() if isinstance(value, (int, float))},
-        "step_s": plan.chosen.time.total_s,
-        "parameters": {each.name: list(each.shape) for each in plan.profile.parameters},
+        "step_s": plan.chosen.step_s,
+        "parameters": {name: list(shape) for name, shape in plan.parameters.items()},
     }
     files = {name: str(folder / name) for name in PLAN_FILES}
     Path(files["plan.txt"]).write_text(f"{plan}\n", encoding="utf-8")

@@ -9,7 +9,7 @@ import typing as _typing
 if _typing.TYPE_CHECKING:
     from raysgd.engine.config import EngineConfig
     from raysgd.engine.memory import MemoryUse
-    from raysgd.engine.planning import Candidate, Hardware, MemoryEstimate, Plan, TimeEstimate, plan, predict_memory
+    from raysgd.engine.planning import Candidate, Hardware, MemoryEstimate, Plan, plan, predict_memory
     from raysgd.engine.templates import Finetuner, PreTrainer, TemplateSettings
 
 _MODULE_OF = {
@@ -22,7 +22,6 @@ _MODULE_OF = {
     "Plan": "raysgd.engine.planning",
     "PreTrainer": "raysgd.engine.templates",
     "TemplateSettings": "raysgd.engine.templates",
-    "TimeEstimate": "raysgd.engine.planning",
     "plan": "raysgd.engine.planning",
     "predict_memory": "raysgd.engine.planning",
 }
@@ -37,7 +36,6 @@ __all__ = [
     "Plan",
     "PreTrainer",
     "TemplateSettings",
-    "TimeEstimate",
     "plan",
     "predict_memory",
 ]

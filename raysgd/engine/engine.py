@@ -146,7 +146,7 @@ class Engine:
             self._choose(
                 model=model,
                 optimizer=optimizer,
-                loader=train_dataloader,
+                train_dataloader=train_dataloader,
                 sample_batch=sample_batch,
                 loss_fn=loss_fn,
                 tensor_plan=tensor_plan,
@@ -168,7 +168,7 @@ class Engine:
         """Choose the strategies that were not given."""
         from raysgd.engine.planning import automatic  # imports much that no other engine needs
 
-        self.plan = automatic.choose_plan(self.config, self._given, automatic.Composed(**composed))
+        self.plan = automatic.choose_plan(self.config, self._given, **composed)
         self.config, self._mesh = self.plan.config, None
 
     # -- a step -------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ PUBLIC = {
         Batches DatasetShard DatasetSubset Rows WorkerDataset to_cv
     """.split(),
     "raysgd.engine": """
-        Candidate EngineConfig Finetuner Hardware MemoryEstimate MemoryUse Plan PreTrainer TemplateSettings TimeEstimate plan
+        Candidate EngineConfig Finetuner Hardware MemoryEstimate MemoryUse Plan PreTrainer TemplateSettings plan
         predict_memory
     """.split(),
     "raysgd.declarative": """

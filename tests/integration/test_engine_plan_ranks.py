@@ -160,7 +160,7 @@ def test_automatic_plan_that_fits_nowhere_is_an_error_on_all_ranks(
 
 def test_automatic_plan_does_not_divide_the_state_of_an_unknown_optimizer(ranks: RankGroup) -> None:
     for found in ranks.run(planned_ranks.train_planned, [LITTLE] * 4, is_own=True):
-        assert "zero_stage=3 instead of" not in found["error"] and "fits nowhere" in found["error"]
+        assert "zero_stage=" not in found["error"] and "fits nowhere" in found["error"]
     for found in ranks.run(planned_ranks.train_planned, [LITTLE] * 4, is_own=True, zero_stage=3):
         assert found["losses"] == pytest.approx(planned_ranks.train_plainly(), rel=1e-5)
 

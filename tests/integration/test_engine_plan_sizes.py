@@ -103,9 +103,9 @@ def plan_size(name: str, times: int, **options: Any) -> Plan:
 @pytest.mark.parametrize("name", SIZES)
 def test_model_fits_its_hardware(name: str) -> None:
     found = plan_size(name, 1)
-    assert found.profile.num_parameters / 1e9 == pytest.approx(SIZES[name].billions, rel=0.005)
+    assert found.num_parameters / 1e9 == pytest.approx(SIZES[name].billions, rel=0.005)
     states = found.chosen.memory.parameters + found.chosen.memory.gradients + found.chosen.memory.optimizer
-    assert states >= 16 * found.profile.num_parameters / SIZES[name].num_devices
+    assert states >= 16 * found.num_parameters / SIZES[name].num_devices
     assert states < found.chosen.memory.total <= 0.95 * SIZES[name].gb * 1e9
 
 

@@ -77,7 +77,7 @@ def test_plan_shows_the_choice_with_its_reason(run: Run) -> None:
     status, out, err = run(*FLAGS, "models_of_plan:make_model")
     assert (status, err) == (0, "")
     assert out.startswith("Plan for 526,336 parameters") and "Chosen: data x2" in out
-    flags = "--engine.zero-stage 1 --engine.fused-optimizer true"
+    flags = "--engine.fused-optimizer true"
     assert out.splitlines()[-1] == f"loader batches of 8 rows; flags of `raysgd run`: {flags}"
 
 

@@ -103,8 +103,8 @@ def test_the_chosen_strategy_is_the_fastest_that_fits() -> None:
     found = make_plan(memory=1e9)
     fitting = [one for one in found.candidates if one.is_fitting]
     assert found.chosen in fitting
-    assert found.chosen.time.total_s <= 1.02 * min(one.time.total_s for one in fitting)
-    assert any(not one.is_fitting and one.time.total_s < found.chosen.time.total_s for one in found.candidates)
+    assert found.chosen.step_s <= 1.02 * min(one.step_s for one in fitting)
+    assert any(not one.is_fitting and one.step_s < found.chosen.step_s for one in found.candidates)
 
 
 def test_printed_plan_has_a_table_and_the_reason() -> None:
@@ -217,7 +217,7 @@ def test_plan_that_fits_nowhere_names_the_smallest_need_and_what_would_help() ->
 
 
 def test_fixed_choice_that_keeps_a_model_from_fitting_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"zero_stage=3 instead of 0|zero_stage=\d instead of 0"):
+    with pytest.raises(ConfigError, match=r"would help: leaving out zero_stage=0 \("):
         make_plan(memory=1.2e9, zero_stage=0, tensor_parallel=1, pipeline_parallel=1)
 
 
@@ -284,8 +284,8 @@ def test_slow_connections_make_the_plan_choose_otherwise() -> None:
     fast, slow = (
         make_plan(memory=1.5e9, hardware=Hardware(bandwidth_bytes_per_s=bandwidth)) for bandwidth in (1e12, 1e8)
     )
-    times = {repr(one.config): one.time.total_s for one in slow.candidates}
-    assert times[repr(fast.config)] > 1.02 * slow.chosen.time.total_s
+    times = {repr(one.config): one.step_s for one in slow.candidates}
+    assert times[repr(fast.config)] > 1.02 * slow.chosen.step_s
 
 
 def test_prediction_of_a_plan_is_the_prediction_of_its_config() -> None:
@@ -307,7 +307,7 @@ def test_model_without_repeated_layers_can_be_planned() -> None:
 
     found = plan(make, torch.zeros(16, 64), 2, 1e9)
     assert {one.config.workers_per_replica for one in found.candidates} == {1}
-    assert any("no repeated layers" in reason for reason in found.refused.values())
+    assert any("2 stages are more than the model's 0 layers" in reason for reason in found.refused.values())
 
 
 @pytest.mark.parametrize("given", [None, False])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,61 +12,99 @@ from hypothesis import strategies as st
 
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.planning import Hardware, MemoryEstimate
-from raysgd.engine.planning.memory import blocks_of_stage, estimate_memory
-from raysgd.engine.planning.profile import Amount, ModelProfile, ParameterInfo, Segment, find_highest
-from raysgd.engine.planning.step_time import estimate_time
-from raysgd.errors import ConfigError
+from raysgd.engine.planning.candidates import estimate_step
+from raysgd.engine.planning.memory import estimate_memory
+from raysgd.engine.planning.trace import Parameter, TracedModel
+from raysgd.engine.planning.tracker import Level
 
 MB = 1_000_000
+ROWS = 1
+
+
+@dataclass
+class Split:
+    """Stages of equal numbers of blocks; the embedding is on the first one, and the head on the last one."""
+
+    num_blocks: int
+    num_ranks: int
+
+    @property
+    def ranges(self) -> list[range]:
+        bounds = [stage * self.num_blocks // self.num_ranks for stage in range(self.num_ranks + 1)]
+        return [range(first, last) for first, last in pairwise(bounds)]
+
+    @property
+    def rank_of(self) -> list[int]:
+        return list(range(self.num_ranks))
+
+    def has(self, rank: int, name: str) -> bool:
+        if name.startswith("layers."):
+            return int(name.split(".")[1]) in self.ranges[rank]
+        return rank == (0 if name == "embedding" else self.num_ranks - 1)
+
+
+@dataclass
+class Model(TracedModel):
+    """A model whose trace is known: ``parts`` are the bytes that a block has whole, gathered and sharded."""
+
+    parameters: tuple[Parameter, ...]
+    num_blocks: int
+    parts: tuple[float, float, float]
+    output: float
+    buffer_bytes: int = 0
+    _cache: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for count in range(2, 9):
+            for schedule in (None, "GPipe"):
+                self._cache["split", count, schedule] = Split(self.num_blocks, count)
+
+    def levels(
+        self, num_rows: int, tensor_parallel: int = 1, *, sequence_parallel: bool = False, has_copies: bool = True
+    ) -> list[Level]:
+        whole, gathered, sharded = self.parts
+        factor, output = 1 / tensor_parallel, self.output
+        if sequence_parallel:
+            whole, output = whole * factor, output * factor
+        inner = whole + gathered + sharded * factor
+        block = Level(0, inner + output, output, inner, output, whole / 2 + sharded * factor / 2, 1)
+        edge = Level(None, self.output, 0, self.output, 0, 0, 1)
+        return [edge, *(block._replace(block=index) for index in range(self.num_blocks)), edge]
+
+    def work(self, num_rows: int) -> tuple[float, float, float]:
+        return 3e12 * ROWS * self.num_blocks, 60 * self.num_blocks, 1.0
 
 
 def make_profile(
     *, num_blocks: int = 16, width: int = 1024, activation_mb: int = 40, output_mb: int = 4, num_rows: int = 1
-) -> ModelProfile:
-    """Make a profile of blocks with a column- and a row-parallel weight, an embedding and a head."""
+) -> Model:
+    """Make a model of blocks with a column- and a row-parallel weight, an embedding and a head."""
     kinds = [(("up", (4 * width, width), 0)), ("down", (width, 4 * width), 1), ("norm", (width,), None)]
     blocks = [
         _parameter(f"layers.{index}.{name}", shape, block=index, tensor_dim=dim)
         for index in range(num_blocks)
         for name, shape, dim in kinds
     ]
-    outside = [
-        _parameter("embedding", (8000, width), sides=frozenset({"first"}), tensor_dim=0),
-        _parameter("head", (8000, width), sides=frozenset({"last"}), tensor_dim=0),
-    ]
+    outside = [_parameter(name, (8000, width), tensor_dim=0) for name in ("embedding", "head")]
     part = activation_mb * MB * num_rows / 4
-    output = Amount(whole=output_mb * MB * num_rows)
-    block = Segment(
-        retained=Amount(whole=part + output.whole, gathered=part, sharded=2 * part),
-        output=output,
-        forward_peaks=(Amount(whole=part, gathered=part, sharded=2 * part),),
-        backward_peaks=(Amount(whole=part / 2, sharded=part),),
-        carried=output,
-        forward_flops=Amount(sharded=1e12 * num_rows),
-        backward_flops=Amount(sharded=2e12 * num_rows),
-        forward_kernels=20,
-        backward_kernels=40,
-        forward_reduced_bytes=2 * output.whole,
-        backward_reduced_bytes=2 * output.whole,
-    )
-    edge = Segment(retained=output)
-    steps = (edge, *(replace(block, block=index) for index in range(num_blocks)), edge)
-    return ModelProfile(
-        parameters=(outside[0], *blocks, outside[1]),
-        num_blocks=num_blocks,
-        stacks={"layers": num_blocks},
-        steps={num_rows: steps},
+    return Model((outside[0], *blocks, outside[1]), num_blocks, (part, part, 2 * part), output_mb * MB * num_rows)
+
+
+def _parameter(name: str, shape: tuple[int, ...], *, block: int | None = None, tensor_dim: int | None) -> Parameter:
+    return Parameter(
+        names=(name,),
+        shape=shape,
+        itemsize=4,
+        master_itemsize=0,
+        block=block,
+        tensor_dim=tensor_dim,
+        is_trainable=True,
+        state=(8, 4),
     )
 
 
-def _parameter(name: str, shape: tuple[int, ...], **options: Any) -> ParameterInfo:
-    return ParameterInfo(name=name, shape=shape, itemsize=4, state_bytes_per_element=8, state_bytes=4, **options)
-
-
-def estimate(profile: ModelProfile, *, data_parallel: int = 1, **fields: Any) -> MemoryEstimate:
-    return estimate_memory(
-        profile, EngineConfig(**fields), data_parallel=data_parallel, num_rows=next(iter(profile.steps))
-    )
+def estimate(profile: Model, *, data_parallel: int = 1, **fields: Any) -> MemoryEstimate:
+    return estimate_memory(profile, EngineConfig(**fields), data_parallel=data_parallel, num_rows=ROWS)
 
 
 profiles = st.builds(
@@ -81,9 +119,7 @@ checkpointing = st.sampled_from([None, "selective", "full"])
 
 
 @given(profiles, ranks, checkpointing)
-def test_each_zero_stage_needs_no_more_than_the_one_before(
-    profile: ModelProfile, data_parallel: int, kind: Any
-) -> None:
+def test_each_zero_stage_needs_no_more_than_the_one_before(profile: Model, data_parallel: int, kind: Any) -> None:
     estimates = [
         estimate(profile, data_parallel=data_parallel, zero_stage=stage, activation_checkpointing=kind)
         for stage in range(4)
@@ -101,7 +137,7 @@ def test_each_zero_stage_needs_no_more_than_the_one_before(
 
 @given(profiles, st.sampled_from([(2, 4), (2, 8), (3, 6), (4, 16)]), st.integers(0, 3), checkpointing)
 def test_more_data_parallel_ranks_never_need_more_memory(
-    profile: ModelProfile, counts: tuple[int, int], stage: int, kind: Any
+    profile: Model, counts: tuple[int, int], stage: int, kind: Any
 ) -> None:
     few, many = (
         estimate(profile, data_parallel=count, zero_stage=stage, activation_checkpointing=kind).total
@@ -112,7 +148,7 @@ def test_more_data_parallel_ranks_never_need_more_memory(
 
 @given(profiles, st.sampled_from([1, 2, 4]), st.booleans(), checkpointing)
 def test_more_tensor_parallel_ranks_never_need_more_memory(
-    profile: ModelProfile, count: int, is_shared: bool, kind: Any
+    profile: Model, count: int, is_shared: bool, kind: Any
 ) -> None:
     fields = {"activation_checkpointing": kind}
     few = estimate(profile, tensor_parallel=count, sequence_parallel=is_shared and count > 1, **fields)
@@ -121,7 +157,7 @@ def test_more_tensor_parallel_ranks_never_need_more_memory(
 
 
 @given(profiles, ranks)
-def test_checkpointing_needs_less_and_full_checkpointing_least(profile: ModelProfile, data_parallel: int) -> None:
+def test_checkpointing_needs_less_and_full_checkpointing_least(profile: Model, data_parallel: int) -> None:
     kinds: tuple[Any, ...] = (None, "selective", "full")
     kept, selective, full = (
         estimate(profile, data_parallel=data_parallel, activation_checkpointing=kind).activations for kind in kinds
@@ -141,24 +177,6 @@ def test_twice_the_layers_need_about_twice_the_memory(num_blocks: int, kind: Any
     assert large.activations <= 2 * small.activations
     if kind is None:
         assert large.activations >= 1.8 * small.activations
-
-
-@given(st.integers(1, 60), st.integers(1, 60))
-def test_pipeline_stages_divide_the_blocks(num_blocks: int, num_stages: int) -> None:
-    profile = make_profile(num_blocks=num_blocks, width=8)
-    stages = [blocks_of_stage(profile, num_stages, stage) for stage in range(num_stages)]
-    assert [block for stage in stages for block in stage] == list(range(num_blocks))
-    assert max(map(len, stages)) - min(map(len, stages)) <= 1
-
-
-@given(st.lists(st.tuples(*[st.integers(-3, 3)] * 3).map(lambda parts: Amount(*parts)), min_size=1), st.integers(1, 8))
-def test_the_highest_states_have_the_peak_for_any_number_of_ranks(states: list[Amount], count: int) -> None:
-    for is_shared in (False, True):
-        peaks = [
-            max(state.per_rank(count, sequence_parallel=is_shared) for state in some)
-            for some in (states, find_highest(states))
-        ]
-        assert peaks[0] == peaks[1]
 
 
 def test_zero_shares_what_its_paper_says() -> None:
@@ -204,7 +222,7 @@ def test_master_weights_are_those_of_the_optimizer_or_the_shards_of_zero_3() -> 
     half = replace(
         profile,
         parameters=tuple(replace(one, itemsize=2, master_itemsize=4) for one in profile.parameters),
-        cache={},
+        _cache={},
     )
     size = 4 * profile.num_parameters
     expected = [(0.5, 1, 3), (0.5, 0.25, 0.75), (0.5, 0.25, 0.75), (0.25, 0.25, 0.5)]
@@ -244,6 +262,13 @@ def test_first_pipeline_stage_holds_a_micro_batch_for_each_stage() -> None:
     assert many.stage == 0
 
 
+def test_each_stage_holds_all_micro_batches_with_gpipe() -> None:
+    found = estimate(make_profile(num_blocks=16), pipeline_parallel=4, micro_batches=8, pipeline_schedule="GPipe")
+    # The last stage has four blocks, the head, and what it has received.
+    assert found.stage == 3
+    assert found.kept_activations == 8 * (4 * 44 + 4 + 4) * MB <= found.activations
+
+
 def test_foreach_step_needs_temporary_tensors_and_a_fused_one_does_not() -> None:
     profile = make_profile(activation_mb=1)
     foreach, fused = (estimate(profile, fused_optimizer=is_fused) for is_fused in (False, True))
@@ -251,12 +276,9 @@ def test_foreach_step_needs_temporary_tensors_and_a_fused_one_does_not() -> None
     assert fused.total < foreach.total
 
 
-def step_s(profile: ModelProfile, *, data_parallel: int = 1, hardware: Hardware | None = None, **fields: Any) -> float:
+def step_s(profile: Model, *, data_parallel: int = 1, hardware: Hardware | None = None, **fields: Any) -> float:
     config = EngineConfig(**fields)
-    num_rows = next(iter(profile.steps))
-    return estimate_time(
-        profile, config, hardware or Hardware(), data_parallel=data_parallel, num_rows=num_rows
-    ).total_s
+    return estimate_step(profile, config, hardware or Hardware(), data_parallel=data_parallel, num_rows=ROWS)
 
 
 def test_recomputation_takes_time() -> None:
@@ -280,65 +302,3 @@ def test_slower_connections_make_sharing_slower_and_computing_alone_not() -> Non
     for fields in ({"tensor_parallel": 4}, {"data_parallel": 4}, {"data_parallel": 4, "zero_stage": 3}):
         assert step_s(profile, hardware=slow, **fields) > 1.5 * step_s(profile, **fields)  # type: ignore[arg-type]
     assert step_s(profile, hardware=slow) == step_s(profile)
-
-
-#: Bytes of the profile's parameters, and the seconds in which four ranks add up as many at 1 GB/s.
-WHOLE = 602_472_448
-RING_S = 2 * 3 / 4 * WHOLE / 1e9
-
-
-@pytest.mark.parametrize(
-    ("data_parallel", "fields", "expected"),
-    [
-        # 16 blocks of 1e12 and 2e12 FLOPs at 1e14 a second. Parameters, gradients and states are 12 + 16 bytes a number.
-        (1, {}, {"compute_s": 0.48, "optimizer_s": (3 * WHOLE + 2 * 2 * WHOLE) / 1.5e12}),
-        # The backward pass hides 0.32 s of the communication; a message to each rank takes 10 us.
-        (4, {}, {"data_s": RING_S - 0.32 + 4e-5}),
-        (16, {}, {"data_s": 2 * 15 / 16 * WHOLE / 5e8 - 0.32 + 16e-5}),
-        (4, {"zero_stage": 1}, {"data_s": RING_S - 0.32 + 4e-5, "optimizer_s": 7 * WHOLE / 4 / 1.5e12}),
-        (4, {"zero_stage": 2, "accumulation_steps": 3}, {"data_s": 2 * RING_S - 0.32 + 4e-5, "compute_s": 1.44}),
-        (4, {"zero_stage": 3}, {"data_s": 1.5 * RING_S - 0.48 + 4e-5}),
-        (4, {"zero_stage": 3, "accumulation_steps": 2}, {"data_s": 3 * RING_S - 0.96 + 4e-5}),
-        (4, {"zero_stage": 3, "cpu_offload": True}, {"optimizer_s": 7 * WHOLE / 4 / 1.5e12 + 3 * WHOLE / 4 / 2e10}),
-        # In each block 16 MB in all are added up over two ranks, in four messages.
-        (1, {"tensor_parallel": 2}, {"compute_s": 0.24, "tensor_s": 16 * (16e6 / 1e9 + 4e-5)}),
-        (
-            1,
-            {"tensor_parallel": 2, "activation_checkpointing": "full"},
-            {"recompute_s": 0.08, "tensor_s": 16 * (24e6 / 1e9 + 4e-5)},
-        ),
-        # Three micro-batches of idle time, and eight that are sent forth and back, 4 MB each.
-        (1, {"pipeline_parallel": 4, "micro_batches": 8}, {"bubble_s": 3 * 0.12 + 16 * (4e6 / 1e9 + 1e-5)}),
-        (1, {"pipeline_parallel": 4, "micro_batches": 8, "accumulation_steps": 2}, {"compute_s": 16 * 0.12}),
-    ],
-    ids=str,
-)
-def test_time_of_a_step_is_that_of_its_bytes_flops_and_messages(
-    data_parallel: int, fields: dict[str, Any], expected: dict[str, float]
-) -> None:
-    hardware = Hardware(bandwidth_bytes_per_s=1e9, internode_bytes_per_s=5e8)
-    config = EngineConfig(**fields)
-    found = estimate_time(make_profile(), config, hardware, data_parallel=data_parallel, num_rows=1)
-    assert {name: getattr(found, name) for name in expected} == pytest.approx(expected)
-
-
-def test_small_operations_take_the_time_of_their_launch() -> None:
-    found = estimate_time(make_profile(), EngineConfig(), Hardware(flops_per_s=1e30), data_parallel=1, num_rows=1)
-    assert found.compute_s == pytest.approx(16 * 60 * 5e-6)
-
-
-def test_hardware_is_a_data_center_gpu_of_a_node_of_eight() -> None:
-    assert vars(Hardware()) == {
-        "flops_per_s": 1e14,
-        "kernel_s": 5e-6,
-        "memory_bytes_per_s": 1.5e12,
-        "bandwidth_bytes_per_s": 1e11,
-        "internode_bytes_per_s": 1e10,
-        "host_bytes_per_s": 2e10,
-        "latency_s": 1e-5,
-        "devices_per_node": 8,
-    }
-    assert [Hardware().bandwidth(number) for number in (8, 9)] == [1e11, 1e10]
-    for name in vars(Hardware()):
-        with pytest.raises(ConfigError, match=f"{name}=0"):
-            Hardware(**{name: 0})

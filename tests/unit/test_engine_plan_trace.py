@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from raysgd.engine.config import RECOMPUTED_EVERY, ActivationCheckpointing, EngineConfig
 from raysgd.engine.planning import MemoryEstimate, predict_memory
 from raysgd.engine.planning.memory import estimate_memory
-from raysgd.engine.planning.plan import profile_model
 from raysgd.engine.planning.trace import TracedModel
 from raysgd.engine.recomputation import recompute
 from raysgd.errors import ConfigError
@@ -122,76 +121,94 @@ def test_prediction_with_activation_checkpointing(name: str, kind: ActivationChe
     assert found.activations < predict(one, num_rows).activations
 
 
-def profile(make: Callable[[], nn.Module], batch: Any, rows: list[int], **options: Any) -> Any:
-    return profile_model(TracedModel(make, batch, **options), torch.optim.AdamW, rows)
+def trace(make: Any, batch: Any, **options: Any) -> TracedModel:
+    return TracedModel(make, batch, torch.optim.AdamW, **options)
+
+
+def kept_by(model: TracedModel, num_rows: int) -> float:
+    return sum(one.kept for one in model.levels(num_rows))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "encoder", "cnn"])
 def test_flops_are_those_of_the_flop_counter(name: str) -> None:
     one, num_rows = MODELS[name], rows_of(name)
-    segments = profile(one.make, one.batch(num_rows), [num_rows]).steps[num_rows]
+    traced, *_ = trace(one.make, one.batch(num_rows)).work(num_rows)
     model, batch = one.make().eval(), one.batch(num_rows)
     with FlopCounterMode(display=False) as counter, nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
         out = model(**batch)
         (out if isinstance(out, torch.Tensor) else out.loss).backward()
-    traced = sum(sum(one.forward_flops) + sum(one.backward_flops) for one in segments)
     # Fused attention computes the scores again in the backward pass: up to a quarter more in attention alone.
     assert counter.get_total_flops() * 0.99 <= traced <= counter.get_total_flops() * 1.1
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "t5"])
-def test_blocks_that_stand_in_for_each_other_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_stand_for_others_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = MODELS[name]
-    quick = profile(one.make, one.batch(2), [2]).steps[2]
-    monkeypatch.setattr("raysgd.engine.planning.trace._TRACED_OCCURRENCES", 10**6)
-    whole = profile(one.make, one.batch(2), [2]).steps[2]
-    assert [segment.block for segment in quick] == [segment.block for segment in whole]
-    assert [segment.forward_flops for segment in quick] == [segment.forward_flops for segment in whole]
-    assert sum(sum(segment.retained) for segment in quick) == pytest.approx(
-        sum(sum(segment.retained) for segment in whole), rel=0.01
-    )
+    quick = trace(one.make, one.batch(2))
+    found = quick.levels(2)
+    monkeypatch.setattr("raysgd.engine.planning.trace._find_twins", lambda stacks: list(range(len(quick.blocks))))
+    whole = trace(one.make, one.batch(2))
+    assert [level.block for level in found] == [level.block for level in whole.levels(2)]
+    assert quick.work(2) == whole.work(2)
+    assert kept_by(quick, 2) == pytest.approx(kept_by(whole, 2), rel=0.01)
 
 
-def test_trace_of_a_deep_model_takes_few_operations() -> None:
-    class Deep(Perceptron):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([self.layers[0], *(type(self.layers[0])() for _ in range(99))])
+class Deep(Perceptron):
+    def __init__(self, depth: int = 100) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([type(self.layers[0])() for _ in range(depth)])
 
-    found = profile(Deep, MODELS["mlp"].batch(8), [8])
-    assert found.num_blocks == 100
-    assert len({id(segment.retained) for segment in found.steps[8] if segment.block is not None}) <= 4
+
+class Counting(Deep):
+    """Counts its layers in its forward pass."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for index in range(100):
+            x = self.layers[index](x)
+        return nn.functional.cross_entropy(self.classifier(x), labels)
+
+
+def test_trace_of_a_deep_model_takes_few_blocks_unless_it_counts_them() -> None:
+    called = []
+
+    def make(of: type[Deep]) -> nn.Module:
+        model = of()
+        for index, layer in enumerate(model.layers):
+            layer.register_forward_hook(lambda *_, index=index: called.append(index))
+        return model
+
+    quick, whole = (trace(partial(make, of), MODELS["mlp"].batch(8)) for of in (Deep, Counting))
+    levels = quick.levels(8)
+    assert called == [0, 1, 99]
+    assert [one.block for one in levels] == [None, *range(100), None]
+    assert whole.levels(8) == levels
+    assert called[-100:] == [*range(100)]
 
 
 def test_tied_weights_count_once() -> None:
-    found = profile(MODELS["gpt2"].make, MODELS["gpt2"].batch(1), [1])
-    model = MODELS["gpt2"].make()
-    assert found.num_parameters == sum(one.numel() for one in model.parameters())
-    tied = next(one for one in found.parameters if one.name == "transformer.wte.weight")
-    assert tied.sides == {"first", "last"}
-    assert not any(one.name.startswith("lm_head") for one in found.parameters)
+    found = trace(MODELS["gpt2"].make, MODELS["gpt2"].batch(1))
+    assert found.num_parameters == sum(one.numel() for one in MODELS["gpt2"].make().parameters())
+    assert ("transformer.wte.weight", "lm_head.weight") in [one.names for one in found.parameters]
 
 
 def test_micro_batches_of_several_sizes_are_traced() -> None:
-    one = MODELS["mlp"]
-    steps = profile(one.make, one.batch(64), [1, 8, 64]).steps
-    retained = {rows: sum(sum(segment.retained) for segment in segments) for rows, segments in steps.items()}
-    assert retained[64] == pytest.approx(64 * retained[1], rel=0.01)
-    assert retained[8] == pytest.approx(8 * retained[1], rel=0.01)
+    found = trace(MODELS["mlp"].make, MODELS["mlp"].batch(64))
+    assert kept_by(found, 64) == pytest.approx(64 * kept_by(found, 1), rel=0.01)
+    assert kept_by(found, 8) == pytest.approx(8 * kept_by(found, 1), rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "encoder", "mlp"])
 def test_tensor_parallel_layers_are_found(name: str) -> None:
     one = MODELS[name]
-    found = profile(one.make, one.batch(4), [4], tensor_plan=PAIRS if name == "mlp" else None)
-    assert found.tensor_parallel_obstacle is None
+    found = trace(one.make, one.batch(4), tensor_plan=PAIRS if name == "mlp" else None)
+    assert found.obstacle is None
     weights = [parameter for parameter in found.parameters if parameter.block is not None and len(parameter.shape) == 2]
     # All matrices of the blocks but T5's table of relative positions.
-    assert [
-        parameter.name for parameter in weights if parameter.tensor_dim is None and "relative" not in parameter.name
-    ] == []
-    blocks = [segment for segment in found.steps[4] if segment.block is not None]
-    assert all(segment.retained.sharded > 0 and segment.output.sharded == 0 for segment in blocks)
+    whole = [parameter.names for parameter in weights if parameter.tensor_dim is None]
+    assert [names for names in whole if "relative" not in names[0]] == []
+    for alone, shared in zip(found.levels(4), found.levels(4, 2), strict=True):
+        if alone.block is not None:
+            assert shared.kept < alone.kept and shared.output == alone.output
 
 
 def test_tensor_parallel_activations_are_those_of_the_megatron_papers() -> None:
@@ -230,40 +247,26 @@ def test_tensor_parallel_activations_are_those_of_the_megatron_papers() -> None:
             return x.sum()
 
     plan = {f"layers.*.{name}_proj": ColwiseParallel() for name in "qkv"} | {"layers.*.out_proj": RowwiseParallel()}
-    found = profile(Stack, {"x": torch.zeros(2, 256, WIDTH)}, [2], tensor_plan=plan | PAIRS)
-    retained = next(segment.retained for segment in found.steps[2] if segment.block == 1)
+    found = trace(Stack, {"x": torch.zeros(2, 256, WIDTH)}, tensor_plan=plan | PAIRS)
     sbh = 2 * 256 * WIDTH
     for count in (1, 2, 4):
-        assert retained.per_rank(count) == pytest.approx(sbh * (8 + 8 + 2 + 48 / count), rel=0.02)
-        shared = retained.per_rank(count, sequence_parallel=True)
-        assert shared == pytest.approx(sbh * (8 + (8 + 2 + 48) / count), rel=0.02)
-
-
-def test_layers_that_are_no_pairs_are_not_shared() -> None:
-    class Odd(Perceptron):
-        def __init__(self) -> None:
-            super().__init__()
-            for layer in self.layers:
-                layer.fc2, layer.up_proj = nn.Identity(), nn.Linear(8 * WIDTH, WIDTH)
-                layer.forward = lambda x, layer=layer: x + layer.up_proj(layer.fc1(layer.norm(x)))  # type: ignore[method-assign]
-
-    plan = {"layers.*.fc1": ColwiseParallel(), "layers.*.up_proj": ColwiseParallel()}
-    obstacle = profile(Odd, MODELS["mlp"].batch(8), [8], tensor_plan=plan).tensor_parallel_obstacle
-    assert obstacle is not None
-    assert "layers.0" in obstacle
+        block, of_sequence = (found.levels(2, count, sequence_parallel=is_shared)[2] for is_shared in (False, True))
+        assert block.kept == pytest.approx(sbh * (8 + 8 + 2 + 48 / count), rel=0.02)
+        assert of_sequence.kept == pytest.approx(sbh * (8 + (8 + 2 + 48) / count), rel=0.02)
 
 
 def test_plan_shards_what_the_engine_shards() -> None:
     """Output layers and norms of queries and keys too: the plan reads the engine's own plan."""
-    found = {one.name: one.tensor_dim for one in profile(partial(build, "qwen3"), batch("qwen3", 0), [8]).parameters}
+    found = {one.names[0]: one.tensor_dim for one in trace(partial(build, "qwen3"), batch("qwen3", 0)).parameters}
     block = "model.layers.1.self_attn."
     assert found["model.embed_tokens.weight"] == found["lm_head.weight"] == 0
     assert [found[f"{block}{name}.weight"] for name in ("q_proj", "o_proj", "q_norm")] == [0, 1, None]
 
 
 def test_function_for_an_unknown_model_is_not_planned() -> None:
-    found = profile(MODELS["mlp"].make, MODELS["mlp"].batch(8), [8], tensor_plan=lambda model, mesh: None)
-    assert "which layers the function that is given as tensor_plan shards" in found.tensor_parallel_obstacle
+    found = trace(MODELS["mlp"].make, MODELS["mlp"].batch(8), tensor_plan=lambda model, mesh: None)
+    assert found.obstacle is not None
+    assert "which layers the function given as tensor_plan shards" in found.obstacle
 
 
 def test_bf16_keeps_half_and_bf16_true_adds_master_weights() -> None:
@@ -313,7 +316,7 @@ def test_frozen_parameters_have_no_gradients() -> None:
 @pytest.mark.parametrize("kind", ["full", None])
 def test_pipeline_stages_need_less_than_the_whole_model(kind: Any) -> None:
     one = MODELS["llama"]
-    found = profile(one.make, one.batch(4), [4])
+    found = trace(one.make, one.batch(4))
     whole = estimate_memory(found, EngineConfig(activation_checkpointing=kind), data_parallel=1, num_rows=4)
     config = EngineConfig(pipeline_parallel=2, micro_batches=1, activation_checkpointing=kind)
     half = estimate_memory(found, config, data_parallel=1, num_rows=4)

@@ -11,7 +11,6 @@ import inspect
 import os
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +21,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from raysgd._util.logs import get_logger
 from raysgd.engine.config import PLAN_FIELDS, EngineConfig
-from raysgd.engine.planning.plan import Plan
-from raysgd.engine.planning.planner import Planner, Workers, choose, choose_fused_step, say_impossible
-from raysgd.engine.planning.step_time import Hardware
-from raysgd.engine.planning.support import EngineSupport
-from raysgd.engine.planning.trace import Batch, LossFn, TracedModel, compute_loss
+from raysgd.engine.planning.candidates import Hardware, Search
+from raysgd.engine.planning.plan import FACTORS, Change, Plan, choose_fused_step, make_plan
+from raysgd.engine.planning.trace import Batch, DeviceType, LossFn, TracedModel, compute_loss
 from raysgd.errors import ConfigError
 from raysgd.session import api, context
 from raysgd.torch.devices import device
@@ -42,34 +39,13 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Composed:
-    """The arguments of `Engine.compose` on which a plan depends.
-
-    Attributes:
-        model: The model, on any device.
-        optimizer: Its optimizer.
-        loader: The loader of the training data, or None.
-        sample_batch: A batch, or None: rows of the loader's dataset make one.
-        loss_fn: Computes the loss of a model and a batch, or None.
-        tensor_plan: The user's plan of tensor parallelism, or None.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer | None
-    loader: DataLoader[Any] | None
-    sample_batch: Batch
-    loss_fn: LossFn | None
-    tensor_plan: Any
-
-
-def choose_plan(config: EngineConfig, given: frozenset[str], composed: Composed) -> Plan:
+def choose_plan(config: EngineConfig, given: frozenset[str], **composed: Any) -> Plan:
     """Choose the strategies that are not given. All ranks call it, and get the same plan.
 
     Args:
         config: The strategies, with ``plan="auto"``.
         given: Names of the fields that were chosen by hand, and stay as they are.
-        composed: What is trained.
+        **composed: The arguments of `Engine.compose` on which a plan depends.
 
     Raises:
         ConfigError: No strategy fits, or the model cannot be traced; on all ranks.
@@ -79,9 +55,10 @@ def choose_plan(config: EngineConfig, given: frozenset[str], composed: Composed)
     if api.world_rank() == 0:
         try:
             with seeded(0):  # datasets draw random numbers when a row is read; those of the loop stay as they are
-                plan = _choose(config, given, composed, memory)
+                plan = _choose(config, given, memory, **composed)
             decided = [plan]
-            get_logger().info(_summarize(plan))
+            chosen, *reasons = plan.reason.splitlines()
+            get_logger().info(f'plan="auto": {chosen[:1].lower()}{chosen[1:]} {reasons[0] if reasons else ""}'.rstrip())
         except ConfigError as error:
             decided = [error]
         except BaseException as error:
@@ -95,76 +72,71 @@ def choose_plan(config: EngineConfig, given: frozenset[str], composed: Composed)
     return found
 
 
-def _choose(config: EngineConfig, given: frozenset[str], composed: Composed, memory: float) -> Plan:
-    optimizer = composed.optimizer
+def _choose(
+    config: EngineConfig,
+    given: frozenset[str],
+    memory: float,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    train_dataloader: DataLoader[Any] | None,
+    sample_batch: Batch,
+    loss_fn: LossFn | None,
+    tensor_plan: Any,
+) -> Plan:
     if optimizer is None:
         raise ConfigError(
             'plan="auto" needs the optimizer, whose state takes memory: give engine.compose(optimizer=...).'
         )
-    batch = _read_batch(composed.loader) if composed.sample_batch is None else composed.sample_batch
-    call = _Call(composed.loss_fn)
-    kind = device().type
+    kind: DeviceType = "cuda" if device().type == "cuda" else "cpu"
     # A step stays that of the batches that the loop gets: how many it accumulates is not chosen.
     fixed = {name: getattr(config, name) for name in (*sorted(given - set(PLAN_FIELDS)), "accumulation_steps")}
-    fixed = choose_fused_step(fixed, type(optimizer), "cuda" if kind == "cuda" else "cpu")
-    model = TracedModel(
-        lambda: _copy_without_data(composed.model),
-        batch,
-        loss_fn=call,
-        precision=config.precision,
-        device="cuda" if kind == "cuda" else "cpu",
-        tensor_plan=composed.tensor_plan,
-    )
-    identity = context.current().identity
-    rows = model.num_rows * config.accumulation_steps * identity.data_parallel_size
-    hardware = Hardware()
-    planner = Planner(
-        model,
+    fixed = choose_fused_step(fixed, type(optimizer), kind)
+    traced = TracedModel(
+        lambda: _copy_without_data(model),
+        _read_batch(train_dataloader) if sample_batch is None else sample_batch,
         lambda parameters: _copy_of_optimizer(optimizer, parameters),
-        workers=Workers(identity.world_size, rows, identity.workers_per_replica),
-        limit_bytes=memory * (1 - _MARGIN),
-        hardware=hardware,
-        support=EngineSupport(
-            model.model,
-            has_own_plan=composed.tensor_plan is not None,
-            refuse=lambda one: _find_obstacle(one, given, optimizer, call),
-        ),
+        loss_fn=loss_fn or _compute_loss,
+        precision=config.precision,
+        device=kind,
+        tensor_plan=tensor_plan,
     )
-    candidates, refused = planner.compare(fixed)
-    if not candidates:
-        by_hand = {name: value for name, value in fixed.items() if name in given}
-        raise ConfigError(
-            f"{say_impossible(refused, by_hand)} Each replica is on {identity.workers_per_replica} workers, as the "
-            "Trainer's workers_per_replica says."
-        )
-    if not candidates[0].is_fitting:
-        helps = planner.find_freed_choice(fixed, kept=("accumulation_steps",))
-        more = [planner.find_more_workers(fixed, with_more_rows=True)] if identity.world_size > 1 else []
-        smaller = planner.find_smaller_batches(fixed, model.num_rows)
-        if not {"tensor_parallel", "pipeline_parallel"} & given:
-            more.append(planner.find_larger_replicas(fixed))
-        found = [*helps, *smaller, *(text for one in more for text in one), *planner.find_offload(fixed)]
-        raise ConfigError(f'plan="auto": {planner.say_what_would_help(candidates, memory, found)}')
-    return Plan(
-        chosen=choose(candidates),
-        candidates=candidates,
-        refused=refused,
-        profile=replace(planner.profile, cache={}),
+    traced.work(traced.num_rows)  # for traced.returns_loss
+    identity = context.current().identity
+    search = Search(
+        model=traced,
         num_workers=identity.world_size,
-        memory_per_device=memory,
-        margin=_MARGIN,
+        batch_rows=traced.num_rows * config.accumulation_steps * identity.data_parallel_size,
+        workers_per_replica=identity.workers_per_replica,
+        limit_bytes=memory * (1 - _MARGIN),
+        hardware=Hardware(),
         fixed=fixed,
-        hardware=hardware,
+        refuse=lambda one: _find_obstacle(one, given, optimizer, traced),
     )
+    return make_plan(search, memory, _list_changes(search, given), kept="accumulation_steps")
 
 
-def _summarize(plan: Plan) -> str:
-    """Return the choice and the first reason against a simpler one, in one line."""
-    chosen, *reasons = plan.reason.splitlines()
-    return f'plan="auto": {chosen[:1].lower()}{chosen[1:]} {reasons[0] if reasons else ""}'.rstrip()
+def _list_changes(search: Search, given: frozenset[str]) -> list[list[Change]]:
+    """List what may help if nothing fits: smaller batches, more workers with as many rows each, and larger replicas."""
+    smaller, more, larger = [list[Change]() for _ in range(3)]
+    count, steps = search.model.num_rows, search.fixed["accumulation_steps"]
+    for factor in (one for one in range(2, count + 1) if count % one == 0):
+        rows, fixed = count // factor, {**search.fixed, "accumulation_steps": steps * factor}
+        name = f"batches of {rows} row{'s' * (rows > 1)} with accumulation_steps={steps * factor}"
+        smaller.append((name, {"fixed": fixed}))
+    for factor in FACTORS:
+        workers, each = search.num_workers * factor, (search.workers_per_replica or 1) * factor
+        if search.num_workers > 1:
+            fields = {"num_workers": workers, "batch_rows": search.batch_rows * factor}
+            more.append((f"{workers} workers", fields))
+        is_given = bool({"tensor_parallel", "pipeline_parallel"} & given)
+        if not (is_given or search.num_workers % each or search.batch_rows % factor):
+            fields = {"workers_per_replica": each, "batch_rows": search.batch_rows // factor}
+            larger.append((f"Trainer(..., workers_per_replica={each})", fields))
+    return [smaller, more, larger]
 
 
-def _find_obstacle(config: EngineConfig, given: frozenset[str], optimizer: Optimizer, call: _Call) -> str | None:
+def _find_obstacle(config: EngineConfig, given: frozenset[str], optimizer: Optimizer, model: TracedModel) -> str | None:
     """Return why a strategy that was not given would change what the loop computes, or None."""
     name = type(optimizer).__name__
     if config.zero_stage and "zero_stage" not in given and type(optimizer) not in _ELEMENTWISE:
@@ -172,7 +144,7 @@ def _find_obstacle(config: EngineConfig, given: frozenset[str], optimizer: Optim
             f"it is not known whether {name} updates each number of a parameter by itself, as ZeRO needs; with zero_stage= it "
             "is used all the same"
         )
-    if config.pipeline_parallel > 1 and "pipeline_parallel" not in given and not call.returns_loss:
+    if config.pipeline_parallel > 1 and "pipeline_parallel" not in given and not model.returns_loss:
         return (
             "a pipeline returns the model's loss alone, and the sample batch is not a dict from which the model computes its "
             "loss; with pipeline_parallel= it is used all the same"
@@ -180,23 +152,9 @@ def _find_obstacle(config: EngineConfig, given: frozenset[str], optimizer: Optim
     return None
 
 
-class _Call:
-    """Computes the loss as the training loop probably does: it calls the model with the part of a batch that it takes.
-
-    Attributes:
-        returns_loss: Whether the model took a dict and returned a loss.
-    """
-
-    def __init__(self, loss_fn: LossFn | None) -> None:
-        self._loss_fn = loss_fn
-        self.returns_loss = False
-
-    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        if self._loss_fn is not None:
-            return self._loss_fn(model, batch)
-        loss = compute_loss(model, _select_arguments(model, batch))
-        self.returns_loss = isinstance(batch, Mapping) and hasattr(loss, "_raysgd_output")
-        return loss
+def _compute_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Compute the loss as the training loop probably does: call the model with the part of a batch that it takes."""
+    return compute_loss(model, _select_arguments(model, batch))
 
 
 def _select_arguments(model: nn.Module, batch: Batch) -> Batch:

@@ -1,18 +1,21 @@
-"""The memory that one rank needs for a strategy. Pure arithmetic on a `ModelProfile`.
+"""The memory that one rank needs for a strategy: arithmetic on a `TracedModel`.
 
 Sources: Rajbhandari et al., ZeRO (2020) for what each stage shards; Korthikanti et al., Reducing Activation Recomputation
 in Large Transformer Models (2022) for activations under tensor, sequence and pipeline parallelism; Zhao et al., PyTorch
-FSDP (2023) for the parameters that are gathered at a time. The activations themselves are not estimated by a formula: they
-are traced, operation by operation.
+FSDP (2023) for the parameters that are gathered at a time.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raysgd.engine.config import RECOMPUTED_EVERY, EngineConfig
 from raysgd.engine.optimizer_shards import BUCKET_BYTES
-from raysgd.engine.planning.profile import Amount, ModelProfile, ParameterInfo, Segment
+from raysgd.engine.pipeline.stages import StageSplit, read_model
+from raysgd.engine.planning.trace import TracedModel
+from raysgd.engine.planning.tracker import Level
 
 # FSDP2 gathers the next block while the current one computes, and reduces the gradients of one while those of the next
 # are computed (Zhao et al. 2023, section 3.3: at most two all-gathers are in flight).
@@ -35,7 +38,7 @@ class MemoryEstimate:
         step: What the optimizer's step needs in addition to its state, after the activations were freed.
         late_gradients: Of the gradients, what does not exist yet at the peak of the passes.
         host: With ``cpu_offload``, what the host holds instead of the device.
-        stage: The pipeline stage of this rank.
+        stage: The pipeline rank that this is.
     """
 
     parameters: float = 0
@@ -56,21 +59,16 @@ class MemoryEstimate:
 
     @property
     def _passes(self) -> float:
-        """What the passes need at their peak in addition to all gradients."""
         return self.activations + self.buffers - self.late_gradients
 
     def explain(self) -> str:
         """Return the parts of the peak in GB, the largest first; parts below 1 % are left out."""
-        parts = {
-            "parameters": self.parameters,
-            "gradients": self.gradients - self.late_gradients,
-            "optimizer state": self.optimizer,
-            "activations": self.activations,
-            "buffers": self.buffers,
-        }
+        parts = {"parameters": self.parameters, "optimizer state": self.optimizer}
         if self.step > self._passes:
-            parts |= {"activations": 0.0, "buffers": 0.0, "gradients": self.gradients}
-            parts |= {"temporary tensors of the optimizer's step": self.step}
+            parts |= {"gradients": self.gradients, "temporary tensors of the optimizer's step": self.step}
+        else:
+            parts |= {"gradients": self.gradients - self.late_gradients}
+            parts |= {"activations": self.activations, "buffers": self.buffers}
         shown = sorted(((size, name) for name, size in parts.items() if size >= self.total / 100), reverse=True)
         return ", ".join(f"{name} {in_gb(size)}" for size, name in shown)
 
@@ -81,318 +79,175 @@ def in_gb(size: float) -> str:
     return f"{number:.1f}" if number >= 10 else f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"
 
 
-def estimate_memory(
-    profile: ModelProfile, config: EngineConfig, *, data_parallel: int, num_rows: int
-) -> MemoryEstimate:
+def estimate_memory(model: TracedModel, config: EngineConfig, *, data_parallel: int, num_rows: int) -> MemoryEstimate:
     """Estimate the memory of the rank that needs most.
 
     Args:
-        profile: The traced model, with a step of ``num_rows``.
+        model: The traced model.
         config: The strategy.
         data_parallel: Replicas, between which ZeRO shards.
         num_rows: Rows of a micro-batch.
     """
-    stages = range(config.pipeline_parallel)
+    ranks = range(config.pipeline_parallel)
     return max(
-        (_estimate_stage(profile, config, data_parallel, num_rows, stage) for stage in stages),
-        key=lambda one: one.total,
+        (_estimate_rank(model, config, data_parallel, num_rows, rank) for rank in ranks), key=lambda one: one.total
     )
 
 
-def blocks_of_stage(profile: ModelProfile, num_stages: int, stage: int) -> range:
-    """Return the blocks of a pipeline stage: contiguous, and as equal in number as possible if the profile does not say."""
-    if num_stages in profile.stage_blocks:
-        return profile.stage_blocks[num_stages][stage]
-    return range(stage * profile.num_blocks // num_stages, (stage + 1) * profile.num_blocks // num_stages)
+def split_of(model: TracedModel, config: EngineConfig) -> StageSplit:
+    """Return the stages of a pipeline.
 
-
-def segments_of_stage(profile: ModelProfile, num_rows: int, num_stages: int, stage: int) -> tuple[Segment, ...]:
-    """Return the segments of a pipeline stage: the first stage also embeds, the last one also computes the loss."""
-    segments = profile.steps[num_rows]
-    if num_stages == 1:
-        return segments
-    blocks = blocks_of_stage(profile, num_stages, stage)
-    chosen = []
-    is_before = True
-    for segment in segments:
-        is_before = is_before and segment.block is None
-        is_ours = (
-            segment.block in blocks if segment.block is not None else stage == (0 if is_before else num_stages - 1)
-        )
-        if is_ours:
-            chosen.append(segment)
-    return tuple(chosen)
-
-
-def parameters_of_stage(profile: ModelProfile, num_stages: int, stage: int) -> tuple[ParameterInfo, ...]:
-    """Return the parameters of a pipeline stage. A tied weight that the first and the last stage use is on both."""
-    if num_stages == 1:
-        return profile.parameters
-    blocks = blocks_of_stage(profile, num_stages, stage)
-    side = {0: "first", num_stages - 1: "last"}.get(stage)
-    return tuple(
-        one
-        for one in profile.parameters
-        if (one.block in blocks if one.block is not None else side in (one.sides or {"first"}))
-    )
-
-
-def has_whole_gradients(config: EngineConfig) -> bool:
-    """Whether each data-parallel rank has all gradients of its layers between two backward passes of a step.
-
-    Without ZeRO they are whole. ZeRO-1 divides them in the backward pass that completes a step, ZeRO-2 and 3 in every one.
-    The micro-batches of a pipeline add to whole gradients, which are divided after the last one.
+    Raises:
+        ConfigError: The engine cannot split the model.
     """
-    several = (config.micro_batches or 1) > 1
-    return config.zero_stage == 0 or several or (config.zero_stage == 1 and config.accumulation_steps > 1)
+    key = "split", config.pipeline_parallel, config.pipeline_schedule
+    return model.cached(key, lambda: read_model(model.model, config.pipeline_parallel, config.pipeline_schedule))
 
 
-@dataclass(kw_only=True)
-class StateSums:
-    """Bytes of a stage's parameters, gradients and optimizer state, whole on one data-parallel rank and sharded.
+def sum_states(model: TracedModel, config: EngineConfig, data_parallel: int, rank: int) -> Mapping[str, float]:
+    """Sum the bytes of a pipeline rank's parameters, gradients and optimizer state, whole and sharded.
 
-    Attributes:
-        parameters: All parameters, as the model computes with them.
-        parameter_shards: The rank's shards of them, or of their master weights.
-        gradients: Gradients of the parameters that are trained.
-        gradient_shards: The rank's shards of them, in the type of the master weights.
-        masters: Master weights.
-        master_shards: The rank's shards of them, and of fp32 parameters those that ZeRO-1 and 2 cannot update in place: they cut
-            them along another dimension than the first, so that their memory is not contiguous.
-        state: The optimizer's state.
-        state_shards: The rank's shards of it.
-        largest_block: Parameters of the largest block.
-        all_blocks: Parameters of all blocks.
-        largest_parameter: The largest single parameter.
+    ``masters`` are master weights. To their shards belong those of fp32 parameters that ZeRO-1 and 2 cannot update in place: cut
+    along another dimension than the first, their memory is not contiguous. ``block`` and ``tensor`` are the largest ones.
     """
+    tensor = config.tensor_parallel
 
-    parameters: float = 0
-    parameter_shards: float = 0
-    gradients: float = 0
-    gradient_shards: float = 0
-    masters: float = 0
-    master_shards: float = 0
-    state: float = 0
-    state_shards: float = 0
-    largest_block: float = 0
-    all_blocks: float = 0
-    largest_parameter: float = 0
+    def compute() -> Mapping[str, float]:
+        sums: dict[str, float] = defaultdict(float)
+        blocks: dict[int, float] = defaultdict(float)
+        split = split_of(model, config) if config.pipeline_parallel > 1 else None
+        for one in model.parameters:
+            if split is not None and not any(split.has(rank, name) for name in one.names):
+                continue
+            whole, shard = one.num_elements(tensor), one.num_elements(tensor, data_parallel)
+            size, kept_itemsize = whole * one.itemsize, one.master_itemsize or one.itemsize
+            sums["parameters"] += size
+            sums["parameter_shards"] += shard * kept_itemsize
+            sums["tensor"] = max(sums["tensor"], size)
+            if one.block is not None:
+                blocks[one.block] += size
+            if one.is_trainable:
+                is_in_place = one.zero_dim(tensor) == 0 or data_parallel == 1
+                sums["gradients"] += size
+                sums["gradient_shards"] += shard * kept_itemsize
+                sums["masters"] += whole * one.master_itemsize
+                sums["master_shards"] += shard * (one.master_itemsize or (0 if is_in_place else one.itemsize))
+                sums["state"] += whole * one.state[0] + one.state[1]
+                sums["state_shards"] += shard * one.state[0] + one.state[1]
+        return {**sums, "block": max(blocks.values(), default=0), "blocks": sum(blocks.values())}
 
-    @property
-    def outside(self) -> float:
-        """Parameters outside the blocks."""
-        return self.parameters - self.all_blocks
-
-
-def sum_states(
-    profile: ModelProfile, *, tensor_parallel: int, data_parallel: int, num_stages: int, stage: int
-) -> StateSums:
-    """Sum the bytes of a pipeline stage's parameters, gradients and optimizer state on one rank."""
-    key = ("states", tensor_parallel, data_parallel, num_stages, stage)
-    return profile.cached(
-        key, lambda: _sum_states(parameters_of_stage(profile, num_stages, stage), tensor_parallel, data_parallel)
-    )
-
-
-def _sum_states(parameters: tuple[ParameterInfo, ...], tensor_parallel: int, data_parallel: int) -> StateSums:
-    sums = StateSums()
-    blocks: dict[int, float] = {}
-    for one in parameters:
-        whole = one.num_elements(tensor_parallel=tensor_parallel)
-        shard = one.num_elements(tensor_parallel=tensor_parallel, shards=data_parallel)
-        kept_itemsize = one.master_itemsize or one.itemsize
-        size = whole * one.itemsize
-        sums.parameters += size
-        sums.parameter_shards += shard * kept_itemsize
-        if one.is_trainable:
-            sums.gradients += size
-            sums.gradient_shards += shard * kept_itemsize
-            sums.masters += whole * one.master_itemsize
-            is_in_place = one.zero_dim(tensor_parallel) == 0 or data_parallel == 1
-            sums.master_shards += shard * (one.master_itemsize or (0 if is_in_place else one.itemsize))
-            sums.state += whole * one.state_bytes_per_element + one.state_bytes
-            sums.state_shards += shard * one.state_bytes_per_element + one.state_bytes
-        sums.largest_parameter = max(sums.largest_parameter, size)
-        if one.block is not None:
-            blocks[one.block] = blocks.get(one.block, 0) + size
-    sums.largest_block, sums.all_blocks = max(blocks.values(), default=0), sum(blocks.values())
-    return sums
+    key = "states", tensor, config.pipeline_parallel, config.pipeline_schedule, data_parallel, rank
+    return defaultdict(float, model.cached(key, compute))
 
 
-def _estimate_stage(
-    profile: ModelProfile, config: EngineConfig, data_parallel: int, num_rows: int, stage: int
+def _estimate_rank(
+    model: TracedModel, config: EngineConfig, data_parallel: int, num_rows: int, rank: int
 ) -> MemoryEstimate:
     zero_stage = config.zero_stage if data_parallel > 1 or config.zero_stage == 3 else 0  # FSDP gathers on one rank too
-    states = sum_states(
-        profile,
-        tensor_parallel=config.tensor_parallel,
-        data_parallel=data_parallel,
-        num_stages=config.pipeline_parallel,
-        stage=stage,
-    )
-    kept, optimizer = states.parameters, states.state + states.masters
-    if zero_stage == 3:
-        kept, optimizer = states.parameter_shards, states.state_shards
-    elif zero_stage >= 1:
-        optimizer = states.state_shards + states.master_shards
     on_device = 0.0 if config.cpu_offload else 1.0
-    gradients, summed = states.gradient_shards, 0.0
-    if zero_stage == 0:
-        gradients = max(states.gradients, states.masters)  # those of master weights replace those of the parameters
-    elif zero_stage == 1 and config.accumulation_steps > 1:
-        gradients = states.gradients
-    elif has_whole_gradients(config):
-        summed = states.gradients - gradients * on_device
-    # torch's foreach optimizers compute on all parameters at once, with temporary tensors of their size.
-    updated = max(states.gradients, states.masters) if zero_stage == 0 else states.gradient_shards
-    step = 0 if config.fused_optimizer else updated
+    sums = sum_states(model, config, data_parallel, rank)
+    kept, optimizer = sums["parameters"], sums["state"] + sums["masters"]
+    if zero_stage == 3:
+        kept, optimizer = sums["parameter_shards"], sums["state_shards"]
+    elif zero_stage >= 1:
+        optimizer = sums["state_shards"] + sums["master_shards"]
+    updated = sums["gradient_shards"] if zero_stage else max(sums["gradients"], sums["masters"])
+    # Gradients are whole without ZeRO, between the batches of ZeRO-1, and while micro-batches of a pipeline add to them.
+    is_adding = zero_stage == 1 and config.accumulation_steps > 1
+    are_whole = zero_stage == 0 or is_adding or (config.micro_batches or 1) > 1
+    gradients = sums["gradients"] if is_adding else updated
     # DDP's buckets and the sums over several batches exist before the backward pass; other gradients come with it.
-    is_late = (zero_stage == 3 or (zero_stage == 0 and data_parallel == 1)) and not _has_several_passes(config)
+    has_several = config.accumulation_steps * (config.micro_batches or 1) > 1
+    is_late = (zero_stage == 3 or (zero_stage == 0 and data_parallel == 1)) and not has_several
     coming = gradients if is_late else 0.0
-    kept_activations, activations, passes = _estimate_activations(profile, config, num_rows, stage, coming)
+    kept_activations, activations, passes = _estimate_activations(model, config, num_rows, rank, coming)
+    if zero_stage == 0:  # DDP adds each gradient to a bucket; so does accumulation on one rank
+        buffers = sums["tensor"] if data_parallel > 1 or has_several else 0
+    elif zero_stage < 3:  # a bucket of gradients is copied to be sent
+        buffers = (1 if are_whole else 2) * min(sums["gradients"], BUCKET_BYTES + sums["tensor"])
+    else:  # two blocks, and what is outside of them, since fully_shard keeps the outermost module gathered; and their gradients
+        buffers = min(_BLOCKS_IN_FLIGHT * sums["block"], sums["blocks"]) + sums["parameters"] - sums["blocks"]
+        buffers += sums["block"] if are_whole else buffers
+    if zero_stage > 0 and are_whole:
+        buffers += sums["gradients"] - gradients * on_device
     return MemoryEstimate(
-        parameters=kept * on_device + profile.buffer_bytes,
+        parameters=kept * on_device + model.buffer_bytes,
         gradients=gradients * on_device,
         optimizer=optimizer * on_device,
         activations=activations,
         kept_activations=kept_activations,
-        buffers=_estimate_buffers(states, config, zero_stage, data_parallel) + summed,
-        step=step * on_device,
+        buffers=buffers,
+        # torch's foreach optimizers compute on all parameters at once, with temporary tensors of their size.
+        step=0 if config.fused_optimizer else updated * on_device,
         late_gradients=(activations + coming - passes) * on_device,
         host=(kept + gradients + optimizer) * (1 - on_device),
-        stage=stage,
+        stage=rank,
     )
-
-
-def _estimate_buffers(states: StateSums, config: EngineConfig, zero_stage: int, data_parallel: int) -> float:
-    """Estimate what is whole for a while.
-
-    ZeRO-3 gathers two blocks at a time, and everything outside the blocks during both passes, since ``fully_shard`` keeps
-    the outermost module gathered. It has as much of the gradients, before these are sharded; with the micro-batches of a
-    pipeline these are whole anyway. ZeRO-1 and 2 copy a bucket of gradients to send it. DDP adds each gradient to a bucket;
-    so does accumulation on one rank.
-    """
-    if zero_stage == 0:
-        return states.largest_parameter if data_parallel > 1 or _has_several_passes(config) else 0
-    if zero_stage < 3:
-        bucket = min(states.gradients, BUCKET_BYTES + states.largest_parameter)
-        return bucket if has_whole_gradients(config) else 2 * bucket
-    blocks = min(_BLOCKS_IN_FLIGHT * states.largest_block, states.all_blocks)
-    whole_gradients = states.largest_block if has_whole_gradients(config) else blocks + states.outside
-    return blocks + states.outside + whole_gradients
-
-
-def _has_several_passes(config: EngineConfig) -> bool:
-    return config.accumulation_steps * (config.micro_batches or 1) > 1
 
 
 def _estimate_activations(
-    profile: ModelProfile, config: EngineConfig, num_rows: int, stage: int, gradients: float
+    model: TracedModel, config: EngineConfig, num_rows: int, rank: int, gradients: float
 ) -> tuple[float, float, float]:
-    """Estimate the activations of a pipeline stage: what is kept when a backward pass begins, and the peak.
+    """Estimate the activations of a pipeline rank: what is kept when a backward pass begins, and the peak.
 
-    The third number is the peak of activations and of so many bytes of gradients, which come with the backward pass.
-
-    With 1F1B, stage ``s`` of ``p`` holds ``p - s`` micro-batches, or all if there are fewer (Narayanan et al., Efficient
-    Large-Scale Language Model Training, 2021): one that is computed, and others that wait for their backward pass.
+    The third number is the peak of activations and of so many bytes of gradients, which come with the backward pass. With 1F1B,
+    rank ``r`` of ``p`` holds ``p - r`` micro-batches, or all if there are fewer (Narayanan et al., Efficient Large-Scale Language
+    Model Training, 2021): one that is computed, and others that wait for their backward pass. With GPipe all of them wait.
     """
-    in_flight = min(config.pipeline_parallel - stage, config.micro_batches or 1)
+    num_ranks, kind = config.pipeline_parallel, config.activation_checkpointing
+    # FSDP gathers weights in the type of autocast, which then makes no copies; see `raysgd.engine.fully_sharded`.
+    has_copies = config.zero_stage < 3 or num_ranks > 1
+    shared = {"sequence_parallel": config.sequence_parallel, "has_copies": has_copies}
+    levels = model.levels(num_rows, config.tensor_parallel, **shared)
+    in_flight = config.micro_batches or 1
+    if config.pipeline_schedule != "GPipe":
+        in_flight = min(num_ranks - rank, in_flight)
     key = (
-        "activations", num_rows, stage, in_flight, config.pipeline_parallel, config.tensor_parallel,
-        config.sequence_parallel, config.activation_checkpointing, _gathers_converted(config), gradients,
-    )  # fmt: skip
-    return profile.cached(key, lambda: _follow_micro_batches(profile, config, num_rows, stage, in_flight, gradients))
-
-
-def _gathers_converted(config: EngineConfig) -> bool:
-    """Whether FSDP gathers weights in the type of autocast, which then makes no copies; see `raysgd.engine.fully_sharded`."""
-    return config.zero_stage == 3 and config.pipeline_parallel == 1
-
-
-@dataclass(frozen=True)
-class _Level:
-    """What one segment adds on one rank, in bytes."""
-
-    kept: float
-    forward_peak: float
-    recomputed: float
-    carried: float
-    output: float
-    backward_peak: float
-
-
-def _follow_micro_batches(
-    profile: ModelProfile, config: EngineConfig, num_rows: int, stage: int, in_flight: int, gradients: float
-) -> tuple[float, float, float]:
-    num_stages = config.pipeline_parallel
-    segments = segments_of_stage(profile, num_rows, num_stages, stage)
-    received = segments[0].output.per_rank(config.tensor_parallel) if stage > 0 and segments else 0.0
-    converted: dict[tuple[int, bool], _Level] = {}  # blocks that are built alike share their segment's amounts
-    levels = []
-    for one, is_recomputed in zip(segments, find_recomputed(segments, config), strict=True):
-        key = id(one.retained), is_recomputed
-        if key not in converted or one.block is None:
-            converted[key] = _convert(one, config, is_recomputed)
-        levels.append(converted[key])
-    kept = sum(one.kept for one in levels) + received
-    waiting, is_last = (in_flight - 1) * kept + received, stage == num_stages - 1
-    shares = _share_gradients(profile, segments, num_stages, stage)
-    alone, with_gradients = (
-        waiting + _find_peak(levels, [size * share for share in shares], is_last=is_last) for size in (0.0, gradients)
+        rank,
+        num_ranks,
+        config.pipeline_schedule,
+        config.tensor_parallel,
+        *shared.values(),
+        kind,
+        num_rows,
+        in_flight,
     )
-    return in_flight * kept, alone, with_gradients
+
+    def compute() -> tuple[float, float, float]:
+        own = _levels_of_rank(model, config, levels, rank) if num_ranks > 1 else levels
+        blocks: list[int | None] = [one.block for one in own if one.block is not None]
+        # Without blocks, the whole model is computed again.
+        repeated = set() if kind is None else set(blocks[:: RECOMPUTED_EVERY[kind]] or [None])
+        kept = [min(one.output, one.kept) if one.block in repeated else one.kept for one in own]
+        received = own[0].output if rank > 0 and own else 0.0
+        waiting = (in_flight - 1) * (sum(kept) + received) + received
+        share = gradients / max(1.0, sum(one.gradients for one in own))
+        peaks = []
+        for factor in (0.0, share):
+            level = peak = left = 0.0
+            for one, size in zip(own, kept, strict=True):
+                peak = max(peak, level + one.forward_peak)
+                level += size
+            for one, size in zip(reversed(own), reversed(kept), strict=True):
+                level -= size
+                left += one.gradients * factor
+                carried = one.carried if rank == num_ranks - 1 else one.output
+                # What checkpointing dropped is computed again at the start of the backward pass.
+                peak = max(peak, level + one.kept + carried + one.backward_peak + left)
+            peaks.append(waiting + peak)
+        return in_flight * (sum(kept) + received), peaks[0], peaks[1]
+
+    return model.cached(("activations", *key, gradients), compute)
 
 
-def _share_gradients(profile: ModelProfile, segments: tuple[Segment, ...], num_stages: int, stage: int) -> list[float]:
-    """Return which share of the gradients the backward pass of each segment adds; of a tied weight, the one that ends first."""
-    places = {one.block: place for place, one in enumerate(segments)}  # of a block, or the last one outside of blocks
-    first = next((place for place, one in enumerate(segments) if one.block is None), 0)
-    sizes = [0.0] * len(segments)
-    for one in parameters_of_stage(profile, num_stages, stage):
-        place = places.get(one.block, 0) if one.block is not None or "last" in one.sides else first
-        sizes[place] += one.num_elements() * one.itemsize * one.is_trainable
-    return [size / max(1.0, sum(sizes)) for size in sizes]
-
-
-def _find_peak(levels: list[_Level], gradients: list[float], *, is_last: bool) -> float:
-    """Follow one micro-batch forward and back, and return the highest level, with the gradients of each segment."""
-    level = peak = left = 0.0
-    before = []
-    for one in levels:
-        before.append(level)
-        peak = max(peak, level + one.forward_peak)
-        level += one.kept
-    for one, start, gradient in zip(reversed(levels), reversed(before), reversed(gradients), strict=True):
-        left += gradient
-        # What checkpointing dropped is computed again at the start of the backward pass.
-        peak = max(peak, start + one.recomputed + (one.carried if is_last else one.output) + one.backward_peak + left)
-    return peak
-
-
-def find_recomputed(segments: tuple[Segment, ...], config: EngineConfig) -> list[bool]:
-    """Return which segments of a pipeline stage activation checkpointing computes again; without blocks, the whole model."""
-    if config.activation_checkpointing is None:
-        return [False] * len(segments)
-    if all(one.block is None for one in segments):
-        return [True] * len(segments)
-    every = RECOMPUTED_EVERY[config.activation_checkpointing]
-    first = min((one.block for one in segments if one.block is not None), default=0)
-    return [one.block is not None and (one.block - first) % every == 0 for one in segments]
-
-
-def _convert(segment: Segment, config: EngineConfig, is_recomputed: bool) -> _Level:
-    is_shared = config.sequence_parallel and segment.block is not None
-
-    def per_rank(amount: Amount) -> float:
-        return amount.per_rank(config.tensor_parallel, sequence_parallel=is_shared)
-
-    copies = per_rank(segment.weight_copies) if _gathers_converted(config) else 0.0
-    retained, output = per_rank(segment.retained) - copies, per_rank(segment.output)
-    return _Level(
-        kept=min(output, retained) if is_recomputed else retained,
-        forward_peak=max(map(per_rank, segment.forward_peaks)) - copies,
-        recomputed=retained,
-        carried=per_rank(segment.carried),
-        output=output,
-        backward_peak=max(map(per_rank, segment.backward_peaks)),
-    )
+def _levels_of_rank(model: TracedModel, config: EngineConfig, levels: list[Level], rank: int) -> list[Level]:
+    """Return the levels of a pipeline rank: the one with the first stage also embeds, the one with the last computes the loss."""
+    split = split_of(model, config)
+    blocks = {one for stage, own in enumerate(split.ranges) if split.rank_of[stage] == rank for one in own}
+    front = next((place for place, one in enumerate(levels) if one.block is not None), 0)
+    has_ends = split.rank_of[0] == rank, split.rank_of[-1] == rank
+    return [
+        one
+        for place, one in enumerate(levels)
+        if (has_ends[place >= front] if one.block is None else one.block in blocks)
+    ]

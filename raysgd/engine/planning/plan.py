@@ -5,28 +5,30 @@ It runs anywhere: the model is on the meta device, and neither Ray, nor a proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from raysgd._util.text import with_article
-from raysgd.config.argument_names import refuse_unknown
+from raysgd.config.argument_names import nearest, refuse_unknown
 from raysgd.config.checks import check_amount, check_choice, check_count, check_instance
-from raysgd.engine.config import EngineConfig, check_memory
-from raysgd.engine.planning.candidates import Candidate, Refuse, check_fixed
+from raysgd.engine.config import PLAN_FIELDS, EngineConfig, check_memory
+from raysgd.engine.planning.candidates import Candidate, Hardware, Refuse, Search, find_obstacle
 from raysgd.engine.planning.memory import MemoryEstimate, estimate_memory, in_gb
-from raysgd.engine.planning.planner import Planner, Workers, choose, choose_fused_step, profile_model, say_impossible
-from raysgd.engine.planning.profile import ModelProfile
-from raysgd.engine.planning.step_time import Hardware
-from raysgd.engine.planning.support import EngineSupport
 from raysgd.engine.planning.trace import Batch, DeviceType, LossFn, OptimizerFn, TracedModel
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, UnknownArgumentError
 
-_SHOWN = 4
-_EXPLAINED = 6
+_SHOWN, _EXPLAINED = 4, 6
+# Of candidates whose times differ by less than this, the one with the fewest strategies is chosen.
+_SAME_TIME = 0.02
+#: Multiples of the workers that are tried if nothing fits.
+FACTORS = (2, 4, 8)
+#: A change with which a model may fit: what to do, and fields of `Search`.
+Change = tuple[str, Mapping[str, Any]]
+_PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,8 @@ class Plan:
         chosen: The strategy, with its estimates of memory and time.
         candidates: All strategies that can work, the fastest that fit first, then those that do not fit.
         refused: Why other strategies cannot work.
-        profile: What was found of the model.
+        parameters: The shape of each parameter, by its first name.
+        stacks: How many layers each list of repeated layers has.
         num_workers: Devices.
         memory_per_device: Bytes of a device.
         margin: The part of it that is kept free.
@@ -48,7 +51,8 @@ class Plan:
     chosen: Candidate
     candidates: tuple[Candidate, ...] = field(repr=False)
     refused: Mapping[str, str] = field(repr=False)
-    profile: ModelProfile = field(repr=False)
+    parameters: Mapping[str, tuple[int, ...]] = field(repr=False)
+    stacks: Mapping[str, int]
     num_workers: int
     memory_per_device: float
     margin: float
@@ -59,6 +63,10 @@ class Plan:
     def is_calibrated(self) -> bool:
         """Whether the times are those of given devices; the defaults of `Hardware` are not measured."""
         return self.hardware != Hardware()
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.parameters.values())
 
     @property
     def config(self) -> EngineConfig:
@@ -77,29 +85,33 @@ class Plan:
         assumed = (
             "" if self.is_calibrated else " (not calibrated: times assume the speeds of a current data-center GPU)"
         )
+        limit = in_gb(self.memory_per_device * (1 - self.margin))
         lines = [
-            f"Chosen: {self.chosen.describe()}. {len(fitting)} of {len(self.candidates)} strategies fit into "
-            f"{in_gb(self.chosen.limit_bytes)} GB; a step takes an estimated {_seconds(self.chosen)}{assumed}."
+            f"Chosen: {self.chosen.describe()}. {len(fitting)} of {len(self.candidates)} strategies fit into {limit} GB; a step "
+            f"takes an estimated {self.chosen.step_s:.3g} s{assumed}."
         ]
-        for one in _find_simpler(self.candidates, self.chosen):
+        for one in self._find_simpler():
+            why = f"{one.step_s:.3g} s a step"
             if not one.is_fitting:
-                lines.append(f"Not {one.describe()}: needs {in_gb(one.memory.total)} GB, {one.memory.explain()}.")
-            else:
-                lines.append(f"Not {one.describe()}: {_seconds(one)} a step, {_explain_time(one, self.chosen)}.")
+                why = f"needs {in_gb(one.memory.total)} GB, {one.memory.explain()}"
+            lines.append(f"Not {one.describe()}: {why}.")
         return "\n".join(lines)
 
     def __str__(self) -> str:
         """Return a table of the best strategies, and the reason."""
-        profile = self.profile
-        stacks = ", ".join(f"{count} {name or 'model'}" for name, count in profile.stacks.items()) or "none"
+        stacks = ", ".join(f"{count} {name or 'model'}" for name, count in self.stacks.items()) or "none"
         title = (
-            f"Plan for {profile.num_parameters:,} parameters (layers: {stacks}) on {self.num_workers} x "
+            f"Plan for {self.num_parameters:,} parameters (layers: {stacks}) on {self.num_workers} x "
             f"{in_gb(self.memory_per_device)} GB, of which {self.margin:.0%} are kept free"
         )
         shown = [one for one in self.candidates if one.is_fitting and one is not self.chosen][:_SHOWN]
-        shown += _find_simpler(self.candidates, self.chosen)[:_SHOWN]
-        rows = [_HEAD, *(_row(one, self.chosen) for one in [self.chosen, *_unique(shown)])]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+        shown = [self.chosen, *shown, *self._find_simpler()[:_SHOWN]]
+        rows: list[tuple[str, ...]] = [("", "strategy", "rows", *_PARTS[:-1], "total GB", "s/step", "fits")]
+        for one in {id(one): one for one in shown}.values():
+            parts = [in_gb(getattr(one.memory, name)) for name in _PARTS]
+            mark, fits = ">" * (one is self.chosen), "yes" if one.is_fitting else "no"
+            rows.append((mark, one.describe(), str(one.num_rows), *parts, f"{one.step_s:.3g}", fits))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(
                 cell.ljust(width) if column < 2 else cell.rjust(width)
@@ -109,20 +121,22 @@ class Plan:
         ]
         return "\n".join([title, "", *lines, "", self.reason])
 
+    def _find_simpler(self) -> list[Candidate]:
+        """Return the best of each simpler kind of strategy that a reader would try first.
 
-_HEAD = (
-    "",
-    "strategy",
-    "rows",
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "buffers",
-    "total GB",
-    "s/step",
-    "fits",
-)
+        These are the ZeRO stages without checkpointing, and full checkpointing with the highest of them.
+        """
+        stages = (max(one.config.zero_stage for one in self.candidates), self.config.zero_stage)
+        best: dict[Any, Candidate] = {}
+        for one in self.candidates:
+            of = one.config
+            kind = of.tensor_parallel > 1, of.pipeline_parallel > 1, of.zero_stage, of.activation_checkpointing
+            is_tried = kind[3] is None or (kind[3] == "full" and of.zero_stage in stages)
+            if one.num_strategies < self.chosen.num_strategies and is_tried:
+                known = best.setdefault(kind, one)
+                if not known.is_fitting and one.memory.total < known.memory.total:
+                    best[kind] = one
+        return sorted(best.values(), key=lambda one: one.num_strategies)[:_EXPLAINED]
 
 
 def plan(
@@ -179,36 +193,91 @@ def plan(
         raise ConfigError(
             f"margin={margin} is the part of the memory that is kept free: give 0 or more, and less than 1."
         )
-    hardware = check_instance("hardware", hardware, Hardware)
     fixed = choose_fused_step(fixed, optimizer_fn, device)
-    precision = check_fixed(fixed).precision
-    model = TracedModel(model_fn, batch, loss_fn=loss_fn, precision=precision, device=device, tensor_plan=tensor_plan)
-    support = EngineSupport(model.model, has_own_plan=tensor_plan is not None, refuse=refuse)
-    planner = Planner(
-        model,
+    model = TracedModel(
+        model_fn,
+        batch,
         optimizer_fn,
-        workers=Workers(num_workers, model.num_rows),
-        limit_bytes=memory_per_device * (1 - margin),
-        hardware=hardware,
-        support=support,
+        loss_fn=loss_fn,
+        precision=_check_fixed(fixed).precision,
+        device=device,
+        tensor_plan=tensor_plan,
     )
-    candidates, refused = planner.compare(fixed)
+    search = Search(
+        model=model,
+        num_workers=num_workers,
+        batch_rows=model.num_rows,
+        limit_bytes=memory_per_device * (1 - margin),
+        fixed=fixed,
+        hardware=check_instance("hardware", hardware, Hardware),
+        refuse=refuse,
+    )
+    more = [(f"{num_workers * one} workers", {"num_workers": num_workers * one}) for one in FACTORS]
+    return make_plan(search, memory_per_device, [more])
+
+
+def make_plan(search: Search, memory_per_device: float, changes: Iterable[Iterable[Change]], *, kept: str = "") -> Plan:
+    """Choose between the strategies of a search.
+
+    Args:
+        search: The search.
+        memory_per_device: Bytes of a device; the search has what of it may be used.
+        changes: What may help if nothing fits, in groups of which the first that helps is named. That a choice made by hand is
+            given up, and offload, are tried in any case.
+        kept: A fixed field that was not chosen by hand.
+
+    Raises:
+        ConfigError: No strategy works, or none fits.
+    """
+    candidates, refused = search.compare()
+    by_hand = {name: one for name, one in search.fixed.items() if name not in ("fused_optimizer", kept)}
     if not candidates:
-        raise ConfigError(say_impossible(refused, fixed))
+        chosen = ", ".join(f"{name}={value!r}" for name, value in by_hand.items())
+        reasons = list(dict.fromkeys(refused.values())) or ["no size of a micro-batch divides the batch"]
+        text = f"No strategy {f'with {chosen} ' if chosen else ''}can work: {'; '.join(reasons[:3])}."
+        each = search.workers_per_replica
+        trainer = f" Each replica is on {each} workers, as the Trainer's workers_per_replica says." if each else ""
+        raise ConfigError(text + trainer)
     if not candidates[0].is_fitting:
-        helps = [*planner.find_freed_choice(fixed), *planner.find_more_workers(fixed), *planner.find_offload(fixed)]
-        raise ConfigError(planner.say_what_would_help(candidates, memory_per_device, helps))
+        fixed = search.fixed
+        others = {
+            name: {key: value for key, value in fixed.items() if key != name} for name in by_hand if name != "precision"
+        }
+        freed = [(f"leaving out {name}={fixed[name]!r}", {"fixed": other}) for name, other in others.items()]
+        may_offload = not fixed.get("cpu_offload") and fixed.get("zero_stage", 3) == 3
+        offload = [("cpu_offload=True", {"fixed": {**fixed, "cpu_offload": True}})] if may_offload else []
+        helps = [text for group in (freed, *changes, offload) for text in _find_help(search, group)]
+        smallest = min(candidates, key=lambda one: one.memory.total)
+        raise ConfigError(
+            f"The model fits nowhere: {search.model.num_parameters:,} parameters on {search.num_workers} x "
+            f"{in_gb(memory_per_device)} GB, of which {in_gb(search.limit_bytes)} GB may be used. The smallest need is "
+            f"{in_gb(smallest.memory.total)} GB per device, with {smallest.describe()} and {smallest.num_rows} rows in a "
+            f"micro-batch: {smallest.memory.explain()}. "
+            + (f"What would help: {'; '.join(helps)}." if helps else "A smaller model or larger devices are needed.")
+        )
+    fastest = candidates[0].step_s
+    equal = [one for one in candidates if one.is_fitting and one.step_s <= fastest * (1 + _SAME_TIME)]
     return Plan(
-        chosen=choose(candidates),
+        chosen=min(equal, key=lambda one: (one.num_strategies, one.step_s)),
         candidates=candidates,
         refused=refused,
-        profile=planner.profile,
-        num_workers=num_workers,
+        parameters={one.names[0]: one.shape for one in search.model.parameters},
+        stacks={name: len(blocks) for name, blocks in search.model.stacks.items()},
+        num_workers=search.num_workers,
         memory_per_device=memory_per_device,
-        margin=margin,
-        fixed=dict(fixed),
-        hardware=hardware,
+        margin=1 - search.limit_bytes / memory_per_device,
+        fixed=search.fixed,
+        hardware=search.hardware,
     )
+
+
+def _find_help(search: Search, changes: Iterable[Change]) -> Iterator[str]:
+    """Yield the first change with which the model fits."""
+    for name, changed in changes:
+        candidates, _ = replace(search, **changed).compare()
+        if candidates and candidates[0].is_fitting:
+            yield f"{name} ({in_gb(candidates[0].memory.total)} GB)"
+            return
 
 
 @refuse_unknown("predict_memory")
@@ -247,75 +316,45 @@ def predict_memory(
             f"pipeline_parallel={config.pipeline_parallel} = {config.workers_per_replica}."
         )
     model = TracedModel(
-        model_fn, batch, loss_fn=loss_fn, precision=config.precision, device=device, tensor_plan=tensor_plan
+        model_fn,
+        batch,
+        optimizer_fn,
+        loss_fn=loss_fn,
+        precision=config.precision,
+        device=device,
+        tensor_plan=tensor_plan,
     )
-    profile = profile_model(model, optimizer_fn, [model.num_rows])
-    support = EngineSupport(model.model, has_own_plan=tensor_plan is not None)
-    sharding_obstacle = profile.tensor_parallel_obstacle if config.tensor_parallel > 1 else None
-    if obstacle := support.find_obstacle(config) or sharding_obstacle:
+    if obstacle := find_obstacle(model, config):
         raise ConfigError(obstacle)
-    profile = replace(profile, stage_blocks=support.stage_blocks)
     if config.fused_optimizer is None:
         config = replace(config, **choose_fused_step({}, optimizer_fn, device))
-    return estimate_memory(profile, config, data_parallel=data_parallel, num_rows=model.num_rows)
+    return estimate_memory(model, config, data_parallel=data_parallel, num_rows=model.num_rows)
 
 
-def _find_simpler(candidates: tuple[Candidate, ...], chosen: Candidate) -> list[Candidate]:
-    """Return the best of each simpler kind of strategy that a reader would try first.
+def choose_fused_step(fixed: Mapping[str, Any], optimizer_fn: Any, device: str) -> dict[str, Any]:
+    """Choose a fused step where torch has one with every strategy: it needs no temporary tensors of the size of the parameters.
 
-    These are the ZeRO stages without checkpointing, and full checkpointing with the highest of them.
+    On a CPU, torch's optimizers work parameter by parameter, so that there is nothing to save.
     """
-    highest = max(one.config.zero_stage for one in candidates)
-    best: dict[Any, Candidate] = {}
-    for one in candidates:
-        config = one.config
-        kind = (
-            config.tensor_parallel > 1,
-            config.pipeline_parallel > 1,
-            config.zero_stage,
-            config.activation_checkpointing,
-        )
-        is_tried = config.activation_checkpointing is None or (
-            config.activation_checkpointing == "full" and config.zero_stage in (highest, chosen.config.zero_stage)
-        )
-        if one.num_strategies >= chosen.num_strategies or not is_tried:
-            continue
-        if kind not in best or (not best[kind].is_fitting and one.memory.total < best[kind].memory.total):
-            best[kind] = one
-    return sorted(best.values(), key=lambda one: one.num_strategies)[:_EXPLAINED]
+    is_fusible = getattr(optimizer_fn, "func", optimizer_fn) in (torch.optim.Adam, torch.optim.AdamW)
+    if fixed.get("fused_optimizer") is not None or device == "cpu" or not is_fusible:
+        return dict(fixed)
+    return {**fixed, "fused_optimizer": True}
 
 
-def _unique(candidates: list[Candidate]) -> list[Candidate]:
-    return list({id(one): one for one in candidates}.values())
-
-
-def _row(one: Candidate, chosen: Candidate) -> tuple[str, ...]:
-    memory = one.memory
-    parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.buffers, memory.total)
-    return (
-        ">" if one is chosen else "",
-        one.describe(),
-        str(one.num_rows),
-        *(in_gb(part) for part in parts),
-        f"{one.time.total_s:.3g}",
-        "yes" if one.is_fitting else "no",
-    )
-
-
-def _explain_time(one: Candidate, chosen: Candidate) -> str:
-    names = ("compute_s", "recompute_s", "tensor_s", "bubble_s", "data_s", "optimizer_s")
-    extra = {name: getattr(one.time, name) - getattr(chosen.time, name) for name in names}
-    worst = max(extra, key=lambda name: extra[name])
-    words = {
-        "compute_s": "computation",
-        "recompute_s": "repeated forward passes",
-        "tensor_s": "tensor-parallel communication",
-        "bubble_s": "waiting in the pipeline",
-        "data_s": "communication between replicas",
-        "optimizer_s": "the optimizer's step",
-    }
-    return f"{words[worst]} takes {extra[worst]:.3g} s more"
-
-
-def _seconds(one: Candidate) -> str:
-    return f"{one.time.total_s:.3g} s"
+def _check_fixed(fixed: Mapping[str, Any]) -> EngineConfig:
+    """Check the choices that were made by hand. Those that need another one, which the plan makes, are allowed."""
+    known = [one.name for one in fields(EngineConfig) if one.name not in PLAN_FIELDS]
+    for name in fixed:
+        if name not in known:
+            raise UnknownArgumentError(
+                f"plan({name}=...) is not an argument or a field of EngineConfig{nearest(name, known)}."
+            )
+    completed = dict(fixed)
+    if fixed.get("cpu_offload"):
+        completed.setdefault("zero_stage", 3)
+    if fixed.get("sequence_parallel"):
+        completed.setdefault("tensor_parallel", 2)
+    if fixed.get("micro_batches") is not None or fixed.get("pipeline_schedule") is not None:
+        completed.setdefault("pipeline_parallel", 2)
+    return EngineConfig(**completed)

@@ -1,8 +1,7 @@
-"""Traces a model's training step on fake tensors: what it holds in memory, and how much it computes.
+"""A model and its training step on fake tensors: what it holds in memory, and how much it computes.
 
-The model is built on the meta device; nothing is allocated and nothing is computed. It needs neither Ray nor a process
-group. Blocks that are built alike are traced twice and stand for each other, so that a deep model takes as long as a
-shallow one.
+The model is built on the meta device; nothing is allocated and nothing is computed. Of blocks that are built alike, the first
+two and the last one are traced, and the second one stands for the others, so that a deep model takes as long as a shallow one.
 """
 
 from __future__ import annotations
@@ -10,208 +9,384 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from math import prod
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils._pytree import tree_leaves, tree_map
 
+from raysgd.engine.blocks import find_stacks, is_inside
 from raysgd.engine.config import Precision
-from raysgd.engine.planning.layout import Layout, find_layout
-from raysgd.engine.planning.profile import ParameterInfo, Segment
-from raysgd.engine.planning.tracker import SegmentTrace, StepTracker, key_of
+from raysgd.engine.planning.tracker import AsOnCuda, Level, StepTracker, key_of, tensors_of
+from raysgd.engine.tensor_parallel import check_own_plan, make_tensor_plan
+from raysgd.engine.tensor_parallel.attention import ShardedMultiheadAttention
+from raysgd.engine.tensor_parallel.layers import ColumnLinear, RowLinear
 from raysgd.errors import ConfigError
 
+T = TypeVar("T")
 Batch = Any
 LossFn = Callable[[nn.Module, Batch], torch.Tensor]
 OptimizerFn = Callable[[Any], torch.optim.Optimizer]
 DeviceType = Literal["cuda", "cpu"]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# A block is traced where it occurs first and second: masks and states that all blocks share count where they are first.
-_TRACED_OCCURRENCES = 2
+_HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_kv_heads")
 
 
-@dataclass(frozen=True)
-class Step:
-    """A traced step.
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter; tied parameters are one.
 
     Attributes:
-        segments: The step in forward order.
-        sides: Where parameters outside the blocks are used, by name.
-        leaking_block: The first block whose layers are not pairs of column- and row-parallel layers, or None.
+        names: Its names in the model.
+        shape: Its whole shape.
+        itemsize: Bytes of an element that the model computes with.
+        master_itemsize: Bytes of an element of the fp32 master weight, with ``precision="bf16-true"``; 0 if there is none.
+        block: Index of its block, or None for a parameter outside the blocks.
+        tensor_dim: The dimension that tensor parallelism shards; None if each rank has it whole.
+        is_trainable: Whether it has a gradient and optimizer state.
+        state: Bytes of optimizer state: for each element, and of other shapes, such as step counts.
     """
 
-    segments: tuple[Segment, ...]
-    sides: Mapping[str, frozenset[Any]]
-    leaking_block: str | None
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    itemsize: int
+    master_itemsize: int
+    block: int | None
+    tensor_dim: int | None
+    is_trainable: bool
+    state: tuple[float, float]
+
+    def num_elements(self, tensor_parallel: int = 1, shards: int = 1) -> int:
+        """Count the elements on the rank that has most of them; ZeRO shards `zero_dim`."""
+        counts = {self.tensor_dim: tensor_parallel}
+        shape = [-(-size // counts.get(dim, 1)) for dim, size in enumerate(self.shape)]
+        if shape:
+            dim = self.zero_dim(tensor_parallel)
+            shape[dim] = -(-shape[dim] // shards)
+        return prod(shape)
+
+    def zero_dim(self, tensor_parallel: int) -> int:
+        """Return the dimension that ZeRO shards: the first if tensor parallelism leaves it, as FSDP2 does."""
+        return 1 if tensor_parallel > 1 and self.tensor_dim == 0 and len(self.shape) > 1 else 0
 
 
 class TracedModel:
-    """A model on the meta device that can be traced for micro-batches of any size.
+    """A model on the meta device, its parameters, and its training step for micro-batches of any size.
 
-    Args:
-        model_fn: Makes the model.
-        batch: Tensors or shapes: a dict (passed as keyword arguments), a tuple (positional) or one tensor.
-        loss_fn: Computes the loss of a model and a batch. None: the output's loss, or the sum of its first tensor.
-        precision: As in `EngineConfig`.
-        device: Where the step will run. Attention and dropout keep other tensors on a GPU than on a CPU.
-        tensor_plan: The user's plan of tensor parallelism. With None or a function, the engine's own plan says how layers are
-            sharded.
+    The arguments are those of `raysgd.engine.plan`. With a function as ``tensor_plan`` or none, the engine's own plan of tensor
+    parallelism says how layers are sharded.
+
+    Attributes:
+        parameters: All parameters, tied ones once.
+        buffer_bytes: Bytes of all buffers.
+        stacks: The blocks of each list of blocks, by its name.
+        blocks: All of them.
+        has_own_plan: Whether the user has a plan of tensor parallelism.
+        head_counts: Numbers of attention heads, which ``tensor_parallel`` must divide if a user's plan shards them.
+        obstacle: Why tensor parallelism cannot shard layers; None if it can.
+        returns_loss: Whether the model took a dict in the last trace, and returned its loss.
 
     Raises:
-        ConfigError: The model cannot be built on the meta device or has no parameters to train, or the batch has no rows.
+        ConfigError: The model cannot be built on the meta device or has nothing to train, the batch has no rows, the optimizer
+            cannot make a step without data, or the tensor plan is not one for this model.
     """
 
     def __init__(
         self,
         model_fn: Callable[[], nn.Module],
         batch: Batch,
+        optimizer_fn: OptimizerFn,
         *,
         loss_fn: LossFn | None = None,
         precision: Precision = "fp32",
         device: DeviceType = "cuda",
         tensor_plan: Any = None,
     ) -> None:
-        model = _build_on_meta(model_fn)
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model_fn returned {type(model).__name__}; it has to return a torch.nn.Module.")
+        self.model = model = _build_on_meta(model_fn)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        dtype = torch.bfloat16 if precision == "bf16-true" else None
+        self._precision, self._device = precision, device
+        self._dtype = torch.bfloat16 if precision == "bf16-true" else None
+        self._batch, self._loss_fn = batch, loss_fn or compute_loss
+        self._cache: dict[Any, Any] = {}
+        self.returns_loss = False
+        self.num_rows = count_rows(batch)
         with self._mode:
-            _replace_by_fakes(model, dtype)
-        self.model = model.train()
-        self.layout: Layout = find_layout(model, tensor_plan)
-        if next(model.parameters(), None) is None:
-            raise ConfigError("The model has no parameters, so there is nothing to plan.")
-        if not any(one.requires_grad for one in model.parameters()):
-            raise ConfigError(
-                "All parameters of the model are frozen (requires_grad=False), so there is nothing to train: unfreeze those "
-                "that shall be trained, by parameter.requires_grad_(True)."
-            )
-        count_rows(batch)
-        self._batch = batch
-        self._loss_fn = loss_fn or compute_loss
-        self._precision = precision
-        self._device = device
+            _replace_by_fakes(model, self._dtype)
+        for module in model.train().modules():
+            if isinstance(module, nn.MultiheadAttention) and device == "cuda":
+                module.dropout = 0.0  # fused kernels keep nothing for it, those of the CPU cannot do it
+        self.stacks = {name: list(blocks.values()) for name, blocks in find_stacks(model).items()}
+        self.blocks = [block for blocks in self.stacks.values() for block in blocks]
+        self.head_counts: tuple[int, ...] = ()
+        self.has_own_plan = tensor_plan is not None
+        self._kinds: dict[nn.Parameter, tuple[str, int]] = {}
+        self.obstacle = self._read_tensor_plan(tensor_plan)
+        self.parameters = self._describe_parameters(optimizer_fn)
+        self.buffer_bytes = sum({key_of(one): one.untyped_storage().nbytes() for one in model.buffers()}.values())
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the batch: the first dimension of its tensors."""
-        return count_rows(self._batch)
+    def num_parameters(self) -> int:
+        return sum(one.num_elements() for one in self.parameters)
 
-    def describe_parameters(
-        self, optimizer_fn: OptimizerFn, sides: Mapping[str, frozenset[Any]]
-    ) -> tuple[ParameterInfo, ...]:
-        """Describe all parameters, tied ones once, with what the optimizer keeps of each after its first step."""
-        names = {parameter: name for name, parameter in reversed(list(self.model.named_parameters()))}
-        kinds = self._kinds_by_first_name()
-        states = self._find_state_bytes(list(names), optimizer_fn)
-        blocks = {
-            parameter: index for index, (_, block) in enumerate(self.layout.blocks) for parameter in block.parameters()
-        }
-        infos = []
-        for parameter, name in reversed(names.items()):
-            per_element, other = states.get(parameter, (0, 0))
-            infos.append(
-                ParameterInfo(
-                    name=name,
-                    shape=tuple(parameter.shape),
-                    itemsize=parameter.element_size(),
-                    master_itemsize=4 if self._precision == "bf16-true" and parameter.requires_grad else 0,
-                    block=blocks.get(parameter),
-                    sides=sides.get(name, frozenset()),
-                    tensor_dim=kinds[name][1] if name in kinds else None,
-                    is_trainable=parameter.requires_grad,
-                    state_bytes_per_element=per_element,
-                    state_bytes=other,
-                )
-            )
-        return tuple(infos)
+    def cached(self, key: tuple[Any, ...], compute: Callable[[], T]) -> T:
+        """Return what was computed for a key, or compute it."""
+        if key not in self._cache:
+            self._cache[key] = compute()
+        return self._cache[key]  # type: ignore[no-any-return]
 
-    def count_buffer_bytes(self) -> int:
-        return sum({key_of(one): one.untyped_storage().nbytes() for one in self.model.buffers()}.values())
-
-    def trace(self, num_rows: int) -> Step:
-        """Trace the forward and the backward pass of a micro-batch.
+    def levels(
+        self, num_rows: int, tensor_parallel: int = 1, *, sequence_parallel: bool = False, has_copies: bool = True
+    ) -> list[Level]:
+        """Return what each segment of a step of a micro-batch adds on one rank, in forward order; see `StepTracker.levels`.
 
         Raises:
             ConfigError: The model's code fails on fake tensors, for instance because it reads values.
         """
+        tracker, places = self._traced(num_rows)
+
+        def compute() -> list[Level]:
+            found = tracker.levels(tensor_parallel, sequence_parallel=sequence_parallel, has_copies=has_copies)
+            return [found[segment]._replace(block=block) for segment, block in places]
+
+        return self.cached(("levels", num_rows, tensor_parallel, sequence_parallel, has_copies), compute)
+
+    def work(self, num_rows: int) -> tuple[float, float, float]:
+        """Return how many FLOPs and operations a step of a micro-batch has, and which share of the FLOPs is in blocks."""
+        tracker, places = self._traced(num_rows)
+        segments = [tracker.segments[segment] for segment, _ in places]
+        flops, num_operations = sum(one.flops for one in segments), sum(one.kernels for one in segments)
+        return flops, num_operations, sum(one.flops for one in segments if one.block is not None) / max(1.0, flops)
+
+    def _traced(self, num_rows: int) -> tuple[StepTracker, list[tuple[int, int | None]]]:
+        """Trace a step; return it with the segment and the block of each part of the whole model."""
+        return self.cached(("trace", num_rows), lambda: self._trace_alike(num_rows))
+
+    def _trace_alike(self, num_rows: int) -> tuple[StepTracker, list[tuple[int, int | None]]]:
+        whole = list(range(len(self.blocks)))
+        for twins in (_find_twins(self.stacks.values()), whole):
+            try:
+                with _shortened(self.model, self.stacks, {id(self.blocks[one]) for one in twins}):
+                    tracker = self._trace(num_rows)
+                break
+            except ConfigError:  # the model may count its blocks
+                if twins == whole:
+                    raise
+        places: list[tuple[int, int | None]] = []
+        for number, segment in enumerate(tracker.segments):
+            blocks = [index for index, one in enumerate(twins) if one == segment.block]
+            places += [(number, index) for index in blocks] if blocks else [(number, None)]
+        return tracker, places
+
+    def _trace(self, num_rows: int) -> StepTracker:
         with self._mode, contextlib.ExitStack() as stack:
-            batch = make_batch(self._batch, num_rows, torch.bfloat16 if self._precision == "bf16-true" else None)
-            kinds = {
-                key_of(self.model.get_parameter(name)): kind for name, (kind, _) in self._kinds_by_first_name().items()
-            }
-            known = [*self.model.buffers(), *_tensors_of(batch)]
-            tracker = StepTracker(self.model.parameters(), known, kinds, SegmentTrace(None))
-            recorder = _Recorder(self.layout, tracker)
-            stack.enter_context(recorder.attached())
-            stack.enter_context(_discarded_gradients(self.model, recorder.tracker))
+            batch = make_batch(self._batch, num_rows, self._dtype)
+            kinds = {key_of(one): kind for one, (kind, _) in self._kinds.items()}
+            tied = [one.shape for one in self.parameters if len(one.names) > 1]
+            tracker = StepTracker([*self.model.parameters(), *self.model.buffers(), *tensors_of(batch)], kinds, tied)
+            for hook in self._follow(tracker):
+                stack.callback(hook.remove)
+            stack.callback(self.model.zero_grad)
             if self._device == "cuda":
-                stack.enter_context(_without_attention_dropout(self.model))
-                stack.enter_context(_AsOnCuda())
-            stack.enter_context(recorder.tracker)
+                stack.enter_context(AsOnCuda())
+            stack.enter_context(tracker)
             call = "loss_fn(model, batch)" if self._loss_fn is not compute_loss else _say_call(self.model, batch)
             try:
                 with torch.autocast("cpu", _AUTOCAST.get(self._precision), enabled=self._precision in _AUTOCAST):
                     # The output lives until the backward pass has ended, as in a training loop.
                     loss = self._loss_fn(self.model, batch)
-                recorder.start_backward()
+                self.returns_loss = isinstance(batch, Mapping) and hasattr(loss, "_raysgd_output")
+                tracker.enter(tracker.now, is_backward=True)
                 call = "loss.backward()"
                 loss.backward()  # type: ignore[no-untyped-call]
             except Exception as error:
                 raise ConfigError(_explain_trace_error(error, call, batch)) from error
-            by_key = {key_of(parameter): name for name, parameter in self.model.named_parameters()}
-            sides = {by_key[key]: frozenset(side) for key, side in recorder.tracker.sides.items() if key in by_key}
-            return Step(recorder.finish(), sides, recorder.leaking_block)
+            tracker.enter(tracker.now, is_backward=True)
+            return tracker
 
-    def _kinds_by_first_name(self) -> dict[str, Any]:
-        first = {parameter: name for name, parameter in reversed(list(self.model.named_parameters()))}
-        every = dict(self.model.named_parameters(remove_duplicate=False))
-        return {first[every[name]]: kind for name, kind in self.layout.kinds.items() if name in every}
+    def _follow(self, tracker: StepTracker) -> Iterator[Any]:
+        """Make hooks by which the tracker notes where blocks begin and end, in both passes, and what the gradients are."""
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                yield parameter.register_hook(tracker.note_gradient)  # type: ignore[no-untyped-call]
+                yield parameter.register_post_accumulate_grad_hook(lambda one: tracker.note_gradient(one.grad))  # type: ignore[no-untyped-call]
+        last = {id(blocks[-1]) for blocks in self.stacks.values()}
 
-    def _find_state_bytes(
-        self, parameters: list[nn.Parameter], optimizer_fn: OptimizerFn
-    ) -> dict[nn.Parameter, tuple[float, float]]:
-        """Make one step of the optimizer on fake parameters, and sum what it keeps of each.
+        def begin(module: Any, args: Any, kwargs: Any, index: int) -> None:
+            before, segment = tracker.now, tracker.begin(index)
 
-        With ``bf16-true`` the optimizer updates fp32 master weights, so that its state is in fp32 too.
-        """
-        has_masters = self._precision == "bf16-true"
-        kinds = {
-            one: (tuple(one.shape), torch.float32 if has_masters else one.dtype)
-            for one in parameters
-            if one.requires_grad
-        }
-        if not kinds:
-            return {}
+            def leave() -> None:
+                if tracker.now == segment:
+                    tracker.enter(before, is_backward=True)
+
+            _mark((args, kwargs), leave)
+
+        def end(module: nn.Module, args: Any, out: Any) -> None:
+            segment = tracker.now
+            tracker.note_outputs(out)
+            _mark(out, lambda: tracker.enter(segment, is_backward=True))
+            if id(module) in last:  # what the caller does between two blocks of a stack belongs to the first one
+                tracker.begin(None)
+
+        for index, block in enumerate(self.blocks):
+            yield block.register_forward_pre_hook(partial(begin, index=index), with_kwargs=True)
+            yield block.register_forward_hook(end)
+
+    def _read_tensor_plan(self, plan: Any) -> str | None:
+        """Find how tensor parallelism shards weights; return why it cannot."""
+        if plan is not None:
+            check_own_plan(self.model, plan)
+        if isinstance(plan, Mapping):
+            self._read_users_plan(plan)
+            modules = [module for block in self.blocks for module in block.modules()]
+            owners = [*modules, *(getattr(one, "config", None) for one in modules)]
+            counts = {getattr(one, name, None) for one in owners for name in _HEADS}
+            self.head_counts = tuple(sorted(one for one in counts if type(one) is int and one > 0))
+            return None if self._kinds else "the tensor_plan shards no layer of the model"
+        try:
+            styles = make_tensor_plan(self.model, 1).styles
+        except ConfigError as error:
+            unknown = "it is not known which layers the function given as tensor_plan shards: give a dict of styles"
+            return str(error) if plan is None else unknown
+        for path, style in styles.items():
+            for name, placement in style.placements.items():
+                parameter, dim = getattr(self.model.get_submodule(path), name, None), getattr(placement, "dim", None)
+                if parameter is not None and dim is not None:
+                    self._kinds[parameter] = (_kind_of(style), dim)
+        return None
+
+    def _read_users_plan(self, plan: Mapping[str, Any]) -> None:
+        patterns = {tuple(path.split(".")): style for path, style in plan.items()}
+        for path, module in self.model.named_modules():
+            parts, style = path.split("."), None
+            for names, each in patterns.items():
+                style = each if len(names) == len(parts) and all(map(fnmatch, parts, names)) else style
+            is_column = isinstance(style, ColwiseParallel)
+            if not isinstance(module, (nn.Linear, nn.Embedding)) or not (
+                is_column or isinstance(style, RowwiseParallel)
+            ):
+                continue
+            dim = 0 if is_column == isinstance(module, nn.Linear) else 1
+            # What an embedding or a head returns is whole on each rank.
+            kind = "column" if is_column else "row"
+            self._kinds[cast(nn.Parameter, module.weight)] = (
+                kind if any(is_inside(path, one) for one in self.stacks) else "whole",
+                dim,
+            )
+            if is_column and getattr(module, "bias", None) is not None:
+                self._kinds[cast(nn.Parameter, module.bias)] = ("column", 0)
+
+    def _describe_parameters(self, optimizer_fn: OptimizerFn) -> tuple[Parameter, ...]:
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        if not names:
+            raise ConfigError("The model has no parameters, so there is nothing to plan.")
+        if not any(one.requires_grad for one in names):
+            raise ConfigError(
+                "All parameters of the model are frozen (requires_grad=False), so there is nothing to train: unfreeze those "
+                "that shall be trained, by parameter.requires_grad_(True)."
+            )
+        has_masters = self._dtype is not None
+        kinds = {one: (one.shape, torch.float32 if has_masters else one.dtype) for one in names if one.requires_grad}
         with self._mode:
-            copies = {kind: nn.Parameter(torch.empty(kind[0], dtype=kind[1])) for kind in kinds.values()}
-            for copy in copies.values():
-                copy.grad = torch.empty_like(copy)
-            optimizer = optimizer_fn(list(copies.values()))
-            try:
-                optimizer.step()
-            except Exception as error:
-                raise ConfigError(_explain_step_error(optimizer, error)) from error
-        sizes = {}
-        for kind, copy in copies.items():
-            kept = [one for one in tree_leaves(optimizer.state.get(copy, {})) if isinstance(one, torch.Tensor)]
-            like = sum(one.element_size() for one in kept if one.shape == copy.shape and one.dim())
-            other = sum(one.numel() * one.element_size() for one in kept if one.shape != copy.shape or not one.dim())
-            sizes[kind] = (like, other)
-        return {parameter: sizes[kind] for parameter, kind in kinds.items()}
+            states = _find_state_bytes(set(kinds.values()), optimizer_fn)
+        blocks = {parameter: index for index, block in enumerate(self.blocks) for parameter in block.parameters()}
+        return tuple(
+            Parameter(
+                names=tuple(names[one]),
+                shape=tuple(one.shape),
+                itemsize=one.element_size(),
+                master_itemsize=4 if has_masters and one.requires_grad else 0,
+                block=blocks.get(one),
+                tensor_dim=self._kinds[one][1] if one in self._kinds else None,
+                is_trainable=one.requires_grad,
+                state=states[kinds[one]] if one in kinds else (0, 0),
+            )
+            for one in names
+        )
+
+
+def _find_state_bytes(kinds: set[Any], optimizer_fn: OptimizerFn) -> dict[Any, tuple[float, float]]:
+    """Make one step of the optimizer on fake parameters, and sum what it keeps: for each element, and in other shapes."""
+    copies = {kind: nn.Parameter(torch.empty(kind[0], dtype=kind[1])) for kind in kinds}
+    for copy in copies.values():
+        copy.grad = torch.empty_like(copy)
+    optimizer = optimizer_fn(list(copies.values()))
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise ConfigError(_explain_step_error(optimizer, error)) from error
+    sizes: dict[Any, tuple[float, float]] = {}
+    for kind, copy in copies.items():
+        kept = tensors_of(optimizer.state.get(copy, {}))
+        like = [one for one in kept if one.shape == copy.shape and one.dim()]
+        other = sum(one.nbytes for one in kept) - sum(one.nbytes for one in like)
+        sizes[kind] = (sum(one.element_size() for one in like), other)
+    return sizes
+
+
+def _kind_of(style: Any) -> str:
+    if style.layer is ShardedMultiheadAttention:
+        return "column"
+    if style.layer is RowLinear:
+        return "whole" if style.options.get("is_split") else "row"
+    return "column" if style.layer is ColumnLinear and not style.options.get("is_gathered") else "whole"
+
+
+def _mark(tree: Any, reached: Callable[[], Any]) -> None:
+    """Call a function when the gradient of the first tensor that has one is complete."""
+
+    def call(_: torch.Tensor) -> None:
+        reached()
+
+    for leaf in tensors_of(tree):
+        if leaf.requires_grad:
+            leaf.register_hook(call)  # type: ignore[no-untyped-call]
+            return
+
+
+def _find_twins(stacks: Iterable[list[nn.Module]]) -> list[int]:
+    """Return the block that is traced for each one: itself, or the one before if the last three are built alike."""
+    twins: list[int] = []
+    for blocks in stacks:
+        first, builds = len(twins), [_describe_build(block) for block in blocks]
+        for place, build in enumerate(builds):
+            is_twin = 2 <= place < len(builds) - 1 and build == builds[place - 1] == builds[place - 2]
+            twins.append(twins[-1] if is_twin else first + place)
+    return twins
+
+
+def _describe_build(block: nn.Module) -> Any:
+    parameters = tuple((name, tuple(one.shape), one.requires_grad) for name, one in block.named_parameters())
+    return type(block), repr(block), parameters, tuple((name, tuple(one.shape)) for name, one in block.named_buffers())
+
+
+@contextlib.contextmanager
+def _shortened(model: nn.Module, stacks: Iterable[str], kept: set[int]) -> Iterator[None]:
+    """Leave out all blocks but those of some ids."""
+    whole = {name: model.get_submodule(name)._modules for name in stacks}
+    try:
+        for name, blocks in whole.items():
+            own = [block for block in blocks.values() if id(block) in kept]
+            model.get_submodule(name)._modules = {str(place): block for place, block in enumerate(own)}
+        yield
+    finally:
+        for name, blocks in whole.items():
+            model.get_submodule(name)._modules = blocks
 
 
 def _build_on_meta(model_fn: Callable[[], nn.Module]) -> nn.Module:
     """Make a model on the meta device. Errors that are not due to this device are not changed."""
     try:
         with torch.device("meta"):
-            return model_fn()
+            model = model_fn()
     except Exception as error:
         if not isinstance(error, NotImplementedError) and not re.search(r"\bmeta\b", str(error)):
             raise
@@ -220,6 +395,26 @@ def _build_on_meta(model_fn: Callable[[], nn.Module]) -> nn.Module:
             "values. It must not move the model (.to(), .cuda()), nor load weights; and where it reads numbers out of tensors "
             '(.item(), .tolist(), float()), compute them in Python, or by torch on device="cpu".'
         ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model_fn returned {type(model).__name__}; it has to return a torch.nn.Module.")
+    return model
+
+
+def _replace_by_fakes(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Replace meta tensors by fake ones of the CPU; tied parameters stay tied."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, one in tensors.items():
+                if one is not None and one not in made:
+                    kind = dtype if dtype is not None and one.is_floating_point() else one.dtype
+                    fake = torch.empty_strided(one.size(), one.stride(), dtype=kind)
+                    made[one] = nn.Parameter(fake, one.requires_grad) if isinstance(one, nn.Parameter) else fake
+                if one is not None:
+                    tensors[name] = made[one]  # type: ignore[assignment]
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------------
 
 
 def _say_call(model: nn.Module, batch: Batch) -> str:
@@ -239,19 +434,14 @@ def _explain_trace_error(error: Exception, call: str, batch: Batch) -> str:
             f"The model cannot be traced without data: {call} raised {_say(error)} It must not depend on the values of tensors, "
             "as by .item(), .numpy(), a comparison in an if, or a mask that selects rows."
         )
+    named = batch.items() if isinstance(batch, Mapping) else enumerate(tensors_of(batch))
+    shapes = ", ".join(f"{name}: {tuple(one.shape)}" for name, one in named if isinstance(one, torch.Tensor))
     advice = (
         "loss_fn is called with the model and the batch, and returns the loss"
         if call.startswith("loss")
         else "give a batch such as the model takes, or loss_fn=, a function of the model and the batch, if it is called otherwise"
     )
-    return (
-        f"The model cannot be traced: {call} raised {_say(error)} The micro-batch has {_say_shapes(batch)}: {advice}."
-    )
-
-
-def _say_shapes(batch: Batch) -> str:
-    named = batch.items() if isinstance(batch, Mapping) else enumerate(_tensors_of(batch))
-    return ", ".join(f"{name}: {tuple(each.shape)}" for name, each in named if isinstance(each, torch.Tensor))
+    return f"The model cannot be traced: {call} raised {_say(error)} The micro-batch has {shapes}: {advice}."
 
 
 def _explain_step_error(optimizer: torch.optim.Optimizer, error: Exception) -> str:
@@ -268,276 +458,11 @@ def _explain_step_error(optimizer: torch.optim.Optimizer, error: Exception) -> s
 
 
 def _say(error: Exception) -> str:
-    lines = str(error).splitlines()
-    first = lines[0].strip() if lines else ""
+    first = str(error).split("\n")[0].strip()
     return f"{type(error).__name__}{': ' * bool(first)}{first}{'' if first.endswith(('.', '!')) else '.'}"
 
 
-class _Recorder:
-    """Divides a step into segments: its hooks notice where blocks begin and end, in both passes."""
-
-    def __init__(self, layout: Layout, tracker: StepTracker) -> None:
-        self.tracker = tracker
-        self.leaking_block: str | None = None
-        self._segments = [tracker.segment]
-        self._layout = layout
-        self._last = {id(list(stack.values())[-1]) for stack in layout.stacks.values()}
-        # By what a block is built like and called with: its segments so far, and what it returned.
-        self._occurrences: dict[Any, list[SegmentTrace]] = {}
-        self._returned: dict[Any, Any] = {}
-        self._twins: dict[int, SegmentTrace] = {}
-
-    @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Have the hooks on all blocks."""
-        blocks = self._layout.blocks
-        for index, (name, block) in enumerate(blocks):
-            block.forward = self._wrap(index, name, block, block.forward)
-        try:
-            yield
-        finally:
-            for _, block in blocks:
-                del block.forward
-
-    def start_backward(self) -> None:
-        self.tracker.start_backward()
-
-    def finish(self) -> tuple[Segment, ...]:
-        self.tracker.replay()
-        finished = {id(one): one.finish() for one in self._segments if not one.is_stand_in}
-        return tuple(replace(finished[id(self._twins.get(id(one), one))], block=one.block) for one in self._segments)
-
-    def _wrap(self, index: int, name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        built_like = _describe_build(block)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            leaves, _ = tree_flatten((args, kwargs))
-            key = (built_like, tuple(map(_describe_leaf, leaves)))
-            before, segment = self._segments[-1], SegmentTrace(index)
-            self._segments.append(segment)
-            self.tracker.start_segment(segment)
-            self.tracker.note_inputs(_tensors_of(leaves))
-            seen = self._occurrences.setdefault(key, [])
-            segment.is_stand_in = len(seen) >= _TRACED_OCCURRENCES and id(block) not in self._last
-            _mark(leaves, lambda: self._leave_backward(segment, before))
-            if segment.is_stand_in:
-                self._twins[id(segment)] = seen[_TRACED_OCCURRENCES - 1]
-                out = _stand_in(self._returned[key], leaves)
-            else:
-                out = forward(*args, **kwargs)
-                seen.append(segment)
-                self._returned[key] = _describe_output(out, leaves)
-            self._end_block(segment, name, block, out)
-            return out
-
-        return run
-
-    def _end_block(self, segment: SegmentTrace, name: str, block: nn.Module, out: Any) -> None:
-        outputs = _tensors_of(out)
-        self.tracker.note_outputs(segment, outputs)
-        is_leaking = self.tracker.is_mismatched or any(map(self.tracker.is_sharded, outputs[:1]))
-        if self.leaking_block is None and is_leaking:
-            self.leaking_block = name
-        _mark(outputs, lambda: self.tracker.resume_segment(segment))
-        # What the caller does between two blocks of a stack belongs to the first one.
-        if id(block) in self._last:
-            outside = SegmentTrace(None)
-            self._segments.append(outside)
-            self.tracker.start_segment(outside)
-
-    def _leave_backward(self, segment: SegmentTrace, before: SegmentTrace) -> None:
-        if self.tracker.segment is segment:
-            self.tracker.resume_segment(before)
-
-
-def _mark(leaves: list[Any], reached: Callable[[], None]) -> None:
-    """Call a function when the gradient of the first tensor that has one is complete."""
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaf.register_hook(lambda _: reached())  # type: ignore[no-untyped-call]
-            return
-
-
-class _StandIn(torch.autograd.Function):
-    """Returns tensors of given shapes that depend on the inputs, without computing or keeping anything."""
-
-    @staticmethod
-    def forward(ctx: Any, specs: list[tuple[Any, torch.dtype]], *inputs: torch.Tensor) -> Any:
-        ctx.shapes = [(one.shape, one.dtype, one.requires_grad) for one in inputs]
-        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in specs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *(torch.empty(shape, dtype=dtype) if needed else None for shape, dtype, needed in ctx.shapes)
-
-
-def _describe_output(out: Any, leaves: list[Any]) -> Any:
-    """Describe what a block returned: new tensors by shape, its inputs by position, all else as it is."""
-    flat, tree = tree_flatten(out)
-    inputs = {key_of(one): index for index, one in enumerate(leaves) if isinstance(one, torch.Tensor)}
-    described: list[tuple[str, Any]] = []
-    for leaf in flat:
-        if not isinstance(leaf, torch.Tensor):
-            described.append(("value", leaf))
-        elif key_of(leaf) in inputs:
-            described.append(("input", inputs[key_of(leaf)]))
-        else:
-            described.append(("new", (leaf.shape, leaf.dtype)))
-    return described, tree
-
-
-def _stand_in(returned: Any, leaves: list[Any]) -> Any:
-    described, tree = returned
-    specs = [value for kind, value in described if kind == "new"]
-    made = iter(_StandIn.apply(specs, *_tensors_of(leaves)) if specs else ())  # type: ignore[no-untyped-call]
-    flat = [next(made) if kind == "new" else leaves[value] if kind == "input" else value for kind, value in described]
-    return tree_unflatten(flat, tree)
-
-
-def _describe_build(block: nn.Module) -> Any:
-    parameters = tuple((name, tuple(one.shape), one.requires_grad) for name, one in block.named_parameters())
-    buffers = tuple((name, tuple(one.shape)) for name, one in block.named_buffers())
-    return type(block), repr(block), parameters, buffers
-
-
-def _describe_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
-
-
-def _replace_by_fakes(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Replace meta tensors by fake ones of the CPU; tied parameters stay tied."""
-    made: dict[int, Any] = {}
-
-    def fake_of(tensor: torch.Tensor) -> torch.Tensor:
-        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind)
-
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    copy = nn.Parameter(fake_of(parameter), requires_grad=parameter.requires_grad)
-                    made[id(parameter)] = (copy, parameter)
-                module._parameters[name] = made[id(parameter)][0]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                if id(buffer) not in made:
-                    made[id(buffer)] = (fake_of(buffer), buffer)
-                module._buffers[name] = made[id(buffer)][0]
-
-
-@contextlib.contextmanager
-def _discarded_gradients(model: nn.Module, tracker: StepTracker) -> Iterator[None]:
-    """Drop each gradient of a parameter when it is complete: gradients are counted by shape, not as activations."""
-
-    def drop(parameter: torch.Tensor) -> None:
-        parameter.grad = None
-
-    trained = [one for one in model.parameters() if one.requires_grad]
-    handles = []
-    for one in trained:
-        handles.append(one.register_post_accumulate_grad_hook(drop))  # type: ignore[no-untyped-call]
-        handles.append(one.register_hook(tracker.note_gradient))  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
-def _without_attention_dropout(model: nn.Module) -> Iterator[None]:
-    """Set the dropout of ``nn.MultiheadAttention`` to 0: fused kernels keep nothing for it, those of the CPU cannot do it."""
-    layers = [(one, one.dropout) for one in model.modules() if isinstance(one, nn.MultiheadAttention)]
-    for layer, _ in layers:
-        layer.dropout = 0.0
-    try:
-        yield
-    finally:
-        for layer, dropout in layers:
-            layer.dropout = dropout
-
-
-_FP32_ON_CUDA = {
-    getattr(owner, name)
-    for owner in (torch, torch.Tensor, nn.functional)
-    for name in (
-        "layer_norm", "group_norm", "softmax", "log_softmax", "nll_loss", "mse_loss", "l1_loss",
-        "smooth_l1_loss", "cosine_similarity", "pow", "rsqrt", "exp", "log", "norm", "cumsum", "prod", "softplus",
-    )
-    if hasattr(owner, name)
-}  # fmt: skip
-
-
-def _to_fp32(tree: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda one: one.float() if one.is_floating_point() else one, tree)
-
-
-class _AsOnCuda(TorchFunctionMode):
-    """Replaces what saves other tensors on a GPU than on a CPU, where fake tensors without CUDA have to be.
-
-    Attention keeps queries, keys, values, outputs and one number for each row of scores, with dropout too (Dao et al.,
-    FlashAttention, 2022; torch's memory-efficient kernel does the same in fp32). Dropout keeps a mask of one byte for each
-    element. Autocast computes norms, softmax and losses in fp32 on CUDA ("CUDA Ops that can autocast to float32" in torch's
-    documentation of ``torch.amp``), but the log-softmax of a cross-entropy in the type of the logits: ATen's LossNLL.cpp names
-    that type, which autocast then leaves as it is.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
-        if func in (nn.functional.dropout, torch.dropout):
-            return self._drop(*args, **kwargs)
-        if func is nn.functional.cross_entropy and torch.is_autocast_enabled("cpu"):
-            return self._compute_cross_entropy(*args, **kwargs)
-        if func in _FP32_ON_CUDA and torch.is_autocast_enabled("cpu"):
-            args, kwargs = _to_fp32(args), _to_fp32(kwargs)
-        return func(*args, **kwargs)
-
-    @staticmethod
-    def _attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = attn_mask.to(query.dtype)
-        return nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-
-    @staticmethod
-    def _compute_cross_entropy(
-        input: torch.Tensor,
-        target: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
-            if target.is_floating_point() or label_smoothing:
-                return nn.functional.cross_entropy(
-                    input, target, weight, None, ignore_index, None, reduction, label_smoothing
-                )
-            logs = torch.log_softmax(input, min(1, input.dim() - 1))
-            return nn.functional.nll_loss(logs.float(), target, weight, None, ignore_index, None, reduction)
-
-    @staticmethod
-    def _drop(
-        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
-    ) -> Any:
-        return torch.native_dropout(input, p, True)[0] if training and train and p > 0 else input
+# -- batches --------------------------------------------------------------------------------------------------------------
 
 
 def count_rows(batch: Batch) -> int:
@@ -546,7 +471,9 @@ def count_rows(batch: Batch) -> int:
     Raises:
         ConfigError: The batch has no tensors or shapes, they differ in their first dimension, or it is 0.
     """
-    sizes = {shape[0] for shape in _shapes_of(batch) if shape}
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch, is_leaf=_is_shape)
+    shapes = [one if _is_shape(one) else getattr(one, "shape", ()) for one in leaves]
+    sizes = {shape[0] for shape in shapes if shape}
     if len(sizes) != 1:
         found = f"first dimensions {sorted(sizes)}" if sizes else "neither tensors nor shapes"
         raise ConfigError(
@@ -557,62 +484,39 @@ def count_rows(batch: Batch) -> int:
     return rows
 
 
-def make_batch(batch: Batch, num_rows: int, float_dtype: torch.dtype | None = None) -> Batch:
-    """Make a batch of fake tensors with another number of rows. Shapes become int64 tensors, as token ids are.
+def make_batch(batch: Batch, num_rows: int, float_dtype: torch.dtype | None) -> Batch:
+    """Make a batch of fake tensors with so many rows; shapes become int64 tensors, and floats may get another dtype."""
 
-    Args:
-        batch: A batch as of `TracedModel`.
-        num_rows: Rows of the new batch.
-        float_dtype: What tensors of floats become; None keeps their dtype.
-    """
-    if _is_shape(batch):
-        return torch.empty((num_rows, *batch[1:]), dtype=torch.int64)
-    if hasattr(batch, "shape"):
-        dtype = batch.dtype if isinstance(batch, torch.Tensor) else torch.from_numpy(batch[:0]).dtype
+    def make(one: Any) -> Any:
+        if _is_shape(one):
+            return torch.empty((num_rows, *one[1:]), dtype=torch.int64)
+        if not hasattr(one, "shape"):
+            return one
+        dtype = one.dtype if isinstance(one, torch.Tensor) else torch.from_numpy(one[:0]).dtype
         dtype = float_dtype if float_dtype is not None and dtype.is_floating_point else dtype
-        return torch.empty((num_rows, *batch.shape[1:]) if batch.shape else (), dtype=dtype)
-    if isinstance(batch, Mapping):
-        return {key: make_batch(one, num_rows, float_dtype) for key, one in batch.items()}
-    return tuple(make_batch(one, num_rows, float_dtype) for one in batch) if isinstance(batch, (tuple, list)) else batch
+        return torch.empty((num_rows, *one.shape[1:]) if one.shape else (), dtype=dtype)
+
+    return tree_map(make, dict(batch) if isinstance(batch, Mapping) else batch, is_leaf=_is_shape)
 
 
 def compute_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Call the model with the batch and return the loss of its output; the sum of its first tensor where it has none."""
-    out = (
-        model(**batch)
-        if isinstance(batch, Mapping)
-        else model(*batch)
-        if isinstance(batch, (tuple, list))
-        else model(batch)
-    )
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if isinstance(loss, torch.Tensor):
-        # The output is in the training loop's scope until the backward pass has ended.
-        loss._raysgd_output = out  # type: ignore[attr-defined]
+        loss._raysgd_output = out  # type: ignore[attr-defined]  # which is in the loop's scope until the backward pass ends
         return loss
-    tensors = _tensors_of(out)
-    if not tensors:
+    if not (tensors := tensors_of(out)):
         raise TypeError(
             f"the model returned {type(out).__name__}, in which there is neither a loss nor another tensor."
         )
-    first = tensors[0]
-    return first if first.dim() == 0 else first.sum()
+    return tensors[0] if tensors[0].dim() == 0 else tensors[0].sum()
 
 
 def _is_shape(value: Any) -> bool:
     return isinstance(value, torch.Size) or (
         isinstance(value, (tuple, list)) and len(value) > 0 and all(type(one) is int for one in value)
     )
-
-
-def _shapes_of(batch: Batch) -> list[tuple[int, ...]]:
-    if hasattr(batch, "shape"):
-        return [tuple(batch.shape)]
-    if _is_shape(batch):
-        return [tuple(batch)]
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    return [shape for value in values for shape in _shapes_of(value)]
-
-
-def _tensors_of(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
