@@ -15,6 +15,7 @@ import ray
 
 from raysgd.cli.main import main
 from raysgd.cli.runs import logs
+from raysgd.workers.placement.cluster import check_node_here
 from support.poll import until
 from support.run_folders import RunFolder
 from support.runs import PATIENCE_S
@@ -63,8 +64,17 @@ def test_storage_that_nodes_cannot_write_is_named_for_each(run: Run, tmp_path: P
     assert found[: len(wrong)] == wrong, "problems come first"
 
 
+def test_machine_that_is_no_node_is_refused_soon(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_node_here(cluster.address)
+    monkeypatch.setattr("ray._private.services.find_node_ids", list)  # no process of a node runs here
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError, match=f"no node of the cluster at {cluster.address} runs on this machine"):
+        check_node_here(cluster.address)
+    assert time.monotonic() - begin < 10
+
+
 def test_node_that_does_not_answer_is_named_and_the_others_are_examined(run: Run, cluster: Any) -> None:
-    lost = cluster.worker_nodes[-1]
+    lost = max(cluster.worker_nodes, key=lambda node: node.node_id)
     raylet = lost.all_processes["raylet"][0].process.pid
     os.kill(raylet, signal.SIGSTOP)
     try:
@@ -83,9 +93,9 @@ def test_node_that_does_not_answer_is_named_and_the_others_are_examined(run: Run
 def test_logs_of_a_lost_node_say_so_once(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    lost = cluster.worker_nodes[-1]
+    lost = max(cluster.worker_nodes, key=lambda node: node.node_id)
     cluster.remove_node(lost, allow_graceful=False)
-    alive = [node["NodeID"] for node in ray.nodes() if node["NodeID"] != lost.node_id and node["Alive"]][0]
+    alive = next(node["NodeID"] for node in ray.nodes() if node["NodeID"] != lost.node_id and node["Alive"])
     assert until(lambda: lost.node_id not in [node["NodeID"] for node in ray.nodes() if node["Alive"]], PATIENCE_S)
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     monkeypatch.setattr(logs.socket, "gethostname", lambda: "elsewhere")

@@ -170,9 +170,7 @@ def test_slow_nodes_and_pairs_are_told_apart(count: int, data: st.DataObject) ->
     slow = set(data.draw(st.permutations(range(count)))[:num_slow])
     others = [node for node in range(count) if node not in slow]
     pair = (others[0], others[1]) if len(others) > 3 and data.draw(st.booleans()) else None
-    seconds = of_pairs(
-        count, lambda a, b: 5.0 if {a, b} & slow or (a, b) == pair else data.draw(st.floats(1.0, 1.5))
-    )
+    seconds = of_pairs(count, lambda a, b: 5.0 if {a, b} & slow or (a, b) == pair else data.draw(st.floats(1.0, 1.5)))
     assert links.find_slow(seconds) == (slow, {pair} if pair else set())
 
 
@@ -224,9 +222,9 @@ def test_connection_of_a_stranger_is_closed_without_an_answer(monkeypatch: pytes
     first, second = probe.Probe(b"t" * 16), probe.Probe(b"t" * 16)
     address = first.open()["address"]
     strangers = [socket.create_connection(address) for _ in range(20)]  # which say nothing
-    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 20):
+    for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 20):
         with socket.create_connection(address) as link:
-            link.sendall(said)
+            link.sendall(greeting)
             assert link.recv(1) == b""
     found: list[Any] = []
     other = threading.Thread(target=lambda: found.append(first.exchange(7, None, 1 << 20, 5)))

@@ -191,7 +191,9 @@ def check_limits() -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     what = f"{in_bytes(soft)} of memory may be locked" if soft >= 0 else "locked memory is not limited"
     if soft >= 0 and os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband"):
-        yield Finding("locked memory", WARNING, what, "for NCCL over InfiniBand, `ulimit -l unlimited` before Ray starts")
+        yield Finding(
+            "locked memory", WARNING, what, "for NCCL over InfiniBand, `ulimit -l unlimited` before Ray starts"
+        )
     else:
         yield Finding("locked memory", OK, what)
 

@@ -11,7 +11,9 @@ from raysgd.errors import ConfigError
 
 
 @click.command("doctor")
-@click.option("--cluster", "is_cluster", is_flag=True, help="Examine each node of the running cluster, and their network.")
+@click.option(
+    "--cluster", "is_cluster", is_flag=True, help="Examine each node of the running cluster, and their network."
+)
 @storage_flag
 @address_flag
 @json_flag

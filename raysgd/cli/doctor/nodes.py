@@ -381,11 +381,17 @@ def describe_links(seconds: Mapping[Pair, float], stuck: set[Pair], names: Mappi
     nodes, pairs = find_slow(seconds)
     for number in sorted(nodes):
         best_s = min(took_s for pair, took_s in seconds.items() if number in pair)
-        yield Finding(names[number], WARNING, f"it is slow with all other nodes: {best_s:.1f} s at best; {usual}", advice)
+        yield Finding(
+            names[number], WARNING, f"it is slow with all other nodes: {best_s:.1f} s at best; {usual}", advice
+        )
     slowest = sorted(pairs, key=lambda pair: (-seconds[pair], pair))
     lines = [f"{names[a]} and {names[b]}: {seconds[a, b]:.1f} s; {usual}" for a, b in slowest]
     for line in first_ones(lines, _MAX_ROWS):
         yield Finding("network", WARNING, line, advice)
     if not nodes and not pairs:
         what = f"{usual} ({in_bytes(_SIZE_BYTES / usual_s)}/s each way), at most {max(seconds.values()):.2f} s"
-        yield Finding("network", OK, f"{len(seconds)} pair{'s' * (len(seconds) > 1)}: {what}; a pair is slow at {SLOW_FACTOR:g} times that")
+        yield Finding(
+            "network",
+            OK,
+            f"{len(seconds)} pair{'s' * (len(seconds) > 1)}: {what}; a pair is slow at {SLOW_FACTOR:g} times that",
+        )

@@ -140,12 +140,12 @@ class Probe:
     def _greet(self, link: socket.socket) -> None:
         """Keep a connection of another probe for the exchange that it names; close any other."""
         link.settimeout(CONNECT_S)
-        said = b""
+        greeting = b""
         with contextlib.suppress(OSError):
-            while len(said) < len(self._token) + _KEY_BYTES and (data := link.recv(len(self._token) + _KEY_BYTES)):
-                said += data
-        if hmac.compare_digest(said[:-_KEY_BYTES], self._token):
-            self._arrived.setdefault(int.from_bytes(said[-_KEY_BYTES:], "big"), queue.Queue()).put(link)
+            while len(greeting) < len(self._token) + _KEY_BYTES and (data := link.recv(len(self._token) + _KEY_BYTES)):
+                greeting += data
+        if hmac.compare_digest(greeting[:-_KEY_BYTES], self._token):
+            self._arrived.setdefault(int.from_bytes(greeting[-_KEY_BYTES:], "big"), queue.Queue()).put(link)
         else:
             link.close()
 
@@ -157,7 +157,9 @@ def swap(link: socket.socket, size: int, limit_s: float) -> tuple[int, float]:
 
     def send() -> None:
         left, chunk = size, memoryview(bytes(_CHUNK_BYTES))
-        with contextlib.suppress(OSError):  # the other side has closed it, or the time is over: this side counts its own
+        with contextlib.suppress(
+            OSError
+        ):  # the other side has closed it, or the time is over: this side counts its own
             while left > 0 and time.monotonic() - begin < limit_s:
                 left -= link.send(chunk[:left])
 

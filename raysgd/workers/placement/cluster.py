@@ -72,13 +72,18 @@ def check_node_here(address: str) -> None:
     from ray._private import services  # no public API does it
     from ray._raylet import GcsClient
 
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except OSError:  # the head may be starting: `ray.init` waits for it
+        return
     try:
         services.get_node_to_connect_for_driver(GcsClient(address=address), timeout_seconds=_START_NODE_S)
     except RuntimeError as error:
         why = f": {error}" if services.find_node_ids() else ""
         raise ConnectionError(
-            f"no node of the Ray cluster at {address} runs on this machine, and only a node can connect to it{why}. Run this on "
-            f"one of its nodes, or make this machine one: `ray start --address={address} --num-cpus=0`"
+            f"no node of the cluster at {address} runs on this machine, and a process connects through a node{why}. Run this "
+            f"on one of the nodes, or make this machine one: `ray start --address={address} --num-cpus=0`"
         ) from None
 
 
