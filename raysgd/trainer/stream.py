@@ -454,7 +454,7 @@ def _read(
         for batch in channel.stream(run_id):
             _pass_on(batch, stream_of(), reader, log)
     except Exception as error:  # also a bug: the user must not wait for ever
-        problem = _explain(error, channel)
+        problem = _explain(error, channel, getattr(stream_of(), "run_dir", None))
     log.close()
     stream = stream_of()
     if stream is not None and problem is not None and not stream._is_closed:
@@ -476,14 +476,15 @@ def _pass_on(batch: list[Frame], stream: ResultStream | None, reader: CallbackRe
         stream._add(batch)
 
 
-def _explain(error: Exception, channel: Channel) -> BaseException:
+def _explain(error: Exception, channel: Channel, run_dir: str | None) -> BaseException:
     """Return what to raise for an error of the TrainerActor, or of the way to it."""
     if channel.has_lost_cluster:
         return TrainerClosedError(CLUSTER_IS_GONE)
     if isinstance(error, RayTaskError):  # the run could not even be made
         return error.cause if isinstance(error.cause, RaySGDError) else error
     if isinstance(error, RayError):
-        return WorkerError(f"the Trainer's controller process is gone, and the run with it: {error}")
+        how = "" if run_dir is None else f"; raysgd.Trainer.restore({run_dir!r}) resumes it from its newest checkpoint"
+        return WorkerError(f"the Trainer's controller process is gone, and the run with it{how}: {error}")
     return error
 
 
