@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import socket
 import threading
 from collections.abc import Callable
@@ -93,6 +94,7 @@ def test_limits_below_what_ray_needs_are_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 NOW = 1_700_000_000.0
+PATCHED = ".".join([*platform.python_version_tuple()[:2], "99"])
 
 
 def judge(gpus: int = 0, versions: dict[str, str] | None = None, ahead_s: float = 0, **changes: Any) -> list[Any]:
@@ -114,6 +116,12 @@ def test_node_that_is_right_has_no_findings() -> None:
         ({"ahead_s": -3600}, "warning", "its clock is 3599.9 s behind"),
         ({"sees_file": False}, "wrong", "it does not see the files in /runs"),
         ({"versions": {**checks.installed_versions(), "ray": "2.9.0"}}, "wrong", "ray is 2.9.0 there and "),
+        ({"versions": {**checks.installed_versions(), "python": "3.9.1"}}, "wrong", "python is 3.9.1 there and "),
+        (
+            {"versions": {**checks.installed_versions(), "python": PATCHED}},
+            "warning",
+            f"python is {PATCHED} there and ",
+        ),
         ({"versions": {**checks.installed_versions(), "numpy": "1.0"}}, "warning", "numpy is 1.0 there and "),
         ({"findings": [("open files", "warning", "12 files", "")]}, "warning", "12 files"),
     ],

@@ -343,9 +343,11 @@ def judge_node(
     """
     own, there = installed_versions(), node.versions or {}
     for package in sorted({*own, *there}):
-        if own.get(package) != there.get(package):
-            state = WRONG if package in ("python", "ray", "raysgd") else WARNING
-            what = f"{package} is {there.get(package, 'missing')} there and {own.get(package, 'missing')} here"
+        ours, theirs = own.get(package, "missing"), there.get(package, "missing")
+        if ours != theirs:
+            is_patch = package == "python" and ours.split(".")[:2] == theirs.split(".")[:2]
+            state = WRONG if package in ("python", "ray", "raysgd") and not is_patch else WARNING
+            what = f"{package} is {theirs} there and {ours} here"
             yield Finding("", state, what, f"install the same {package} on all nodes")
     if clock_s is not None and abs(off_s := clock_difference(*clock_s)) > _MAX_CLOCK_S:
         what = f"its clock is {abs(off_s):.1f} s {'ahead' if off_s > 0 else 'behind'}"
