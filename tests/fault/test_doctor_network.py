@@ -57,5 +57,6 @@ def test_what_is_cut_or_slow_is_named(machines: Machines) -> None:
         machines.run(2, *"tc qdisc del dev eth0 root".split())
 
     machines.plug(2, is_in=False)
-    (cut,) = [one for one in doctor(machines) if one["state"] == "wrong"]
-    assert "machine-2" in cut["check"] and ("does not answer" in cut["what"] or "runs no task" in cut["what"])
+    found = [one for one in doctor(machines) if one["state"] == "wrong"]
+    assert [one["check"] for one in found] == [f"node machine-2 ({machines.address(2)})"], found
+    assert "does not answer" in found[0]["what"] or "runs no task" in found[0]["what"]

@@ -40,7 +40,7 @@ from raysgd.errors import RaySGDError
 #: machine, and to measure pairs.
 LIMIT_S = 26.0
 _START_S = 10.0
-_EXAMINE_S = 6.0
+_EXAMINE_S = 8.0
 _PAIRS_S = 6.0
 #: The time for one pair, and its share of it in a large cluster; what takes longer is extrapolated.
 _PAIR_S = 1.0
