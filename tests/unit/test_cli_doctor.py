@@ -172,7 +172,7 @@ def test_network_whose_pairs_are_about_as_fast_has_no_slow_ones(count: int, data
 
 
 @given(st.integers(3, 12), st.data())
-def test_slow_nodes_and_pairs_are_told_apart(count: int, data: st.DataObject) -> None:
+def test_slow_nodes_are_distinguished_from_slow_pairs(count: int, data: st.DataObject) -> None:
     """Fewer than half of the nodes are slow, of three one; and a pair of others, each of which has a fast one."""
     num_slow = data.draw(st.integers(0, (count - 1) // 2))
     slow = set(data.draw(st.permutations(range(count)))[:num_slow])

@@ -144,7 +144,7 @@ class Reader:
             raise GoneError(
                 f"{part.node} is lost: it is not in the cluster any more, and what its workers printed is on its disk alone"
             )
-        silent = f"{part.node} does not answer: Ray has not lost it yet; what its workers printed is not shown"
+        silent = f"{part.node} does not answer, though Ray still lists it; what its workers printed is not shown"
         if time.monotonic() < self._silent_until.get(part.node_id, 0.0):
             raise GoneError(silent)
         task = self._read_there.options(scheduling_strategy=NodeAffinitySchedulingStrategy(part.node_id, soft=False))
