@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -300,13 +300,14 @@ def _start_probes() -> list[Node]:
     alive = [node for node in ray.nodes() if node["Alive"]]
     names = [f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in alive]
     token = secrets.token_bytes(16)
-    made: Callable[..., Any] = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=8)(probe.Probe).options
+    probes: Any = ray.remote(probe.Probe)
     found = []
     for number, (node, name) in enumerate(zip(alive, names, strict=True)):
         if names.count(name) > 1:  # several nodes on one machine
             name = f"{name[:-1]}, {node['NodeID'][:6]})"
         pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        handle = made(scheduling_strategy=pinned).remote(token)
+        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 8, "scheduling_strategy": pinned}
+        handle = probes.options(**options).remote(token)
         found.append(Node(number, name, int(node["Resources"].get("GPU", 0)), handle))
     return found
 

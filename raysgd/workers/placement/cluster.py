@@ -70,7 +70,7 @@ def check_node_here(address: str) -> None:
         ConnectionError: No node of that cluster runs here.
     """
     from ray._private import services  # no public API does it
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     host, _, port = address.rpartition(":")
     try:
