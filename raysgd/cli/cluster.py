@@ -61,11 +61,11 @@ def find_address(address: str | None) -> str | None:
     return found
 
 
-def connect(address: str | None) -> str | None:
+def connect(address: str | None, *, must_exist: bool = False) -> str | None:
     """Connect this process to the running cluster; return its address, or None if there is none.
 
     Raises:
-        ConfigError: An address was given, and its cluster cannot be reached.
+        ConfigError: An address was given, or ``must_exist``, and the cluster cannot be reached.
     """
     if (found := find_address(address)) is None:
         return None
@@ -73,15 +73,16 @@ def connect(address: str | None) -> str | None:
 
     if ray.is_initialized():
         return found
-    from raysgd.workers.placement.cluster import use_token
+    from raysgd.workers.placement.cluster import check_node_here, use_token
 
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # Ray would say that there is a token
     use_token()
     try:
+        check_node_here(found)
         ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         problem = f"the Ray cluster at {found} cannot be reached: {error}"
-        if address is not None:
+        if address is not None or must_exist:
             raise ConfigError(f"{problem}.") from None
         print_error(f"raysgd: {problem}; it was not asked. RAY_ADDRESS=local leaves it out.")
         return None
@@ -101,7 +102,7 @@ def must_connect(address: str | None) -> str:
     Raises:
         ConfigError: There is none.
     """
-    if (found := connect(address)) is None:
+    if (found := connect(address, must_exist=True)) is None:
         raise ConfigError(f"there is no Ray cluster to ask; {_ADVICE}.")
     return found
 

@@ -38,7 +38,7 @@ COMMANDS = {
     "ui": ("raysgd.cli.ui", "Show the runs in a folder in a browser, also live ones."),
     "ckpt": ("raysgd.cli.checkpoints", "List, check, merge and export checkpoints."),
     "plan": ("raysgd.cli.plan", "Choose strategies by which a model fits into the memory of its devices."),
-    "doctor": ("raysgd.cli.doctor", "Find what is wrong with this machine and the cluster."),
+    "doctor": ("raysgd.cli.doctor.command", "Find what is wrong with this machine, or with a cluster."),
 }
 _NAME = "raysgd"
 #: By this variable click completes words in a shell; see doc/guides/command.md.

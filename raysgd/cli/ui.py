@@ -8,7 +8,16 @@ import threading
 
 import click
 
-from raysgd.cli.console import FAILED, SUCCEEDED, json_flag, open_in_browser, print_error, print_json, whole_number
+from raysgd.cli.console import (
+    FAILED,
+    SUCCEEDED,
+    json_flag,
+    open_in_browser,
+    print_error,
+    print_json,
+    storage_flag,
+    whole_number,
+)
 from raysgd.config.run import DEFAULT_STORAGE_PATH
 
 _LOOPBACK = "127.0.0.1"
@@ -18,20 +27,22 @@ _WAIT_S = 3600.0
 
 @click.command(
     "ui",
-    help="Show the runs in a folder in a browser, with new points while training continues. Ctrl-C ends it. The printed address "
-    "has a token; without it the page shows nothing.",
+    help="Show the runs in FOLDER, or in the storage path, in a browser, with new points while training continues. Ctrl-C "
+    "ends it. The printed address has a token; without it the page shows nothing.",
 )
-@click.argument("folder", required=False, default=DEFAULT_STORAGE_PATH)
+@click.argument("folder", required=False)
 @click.option("--host", default=_LOOPBACK, show_default=True, help="The address to listen at.")
 @click.option("--port", type=whole_number(0, 65535), default=0, help="The port (default: a free one).")
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
+@storage_flag
 @json_flag
-def command(folder: str, host: str, port: int, opens: bool, as_json: bool) -> int:
+def command(folder: str | None, host: str, port: int, opens: bool, storage_path: str, as_json: bool) -> int:
     """Serve until Ctrl-C."""
     from raysgd.cli.runs.finding import existing_folder
     from raysgd.viewer.catalog import Catalog
     from raysgd.viewer.server import ViewerServer
 
+    folder = folder or storage_path
     storage = existing_folder(folder)
     if folder != DEFAULT_STORAGE_PATH and not storage.exists():
         raise click.UsageError(f"{storage.path_of('')} does not exist: give the folder that holds runs.")

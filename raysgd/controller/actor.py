@@ -147,7 +147,9 @@ class TrainerActor(Watched):
             watch = LoopWatch(run.record_blocked)
             gcs = ray.get_runtime_context().gcs_address
             watching = asyncio.ensure_future(
-                watch_gcs(gcs, lambda away_s: run.warn(describe_outage(gcs, away_s, info.run_dir)))
+                watch_gcs(
+                    gcs, lambda away_s: run.warn(describe_outage(gcs, away_s, info.run_dir), run_dir=info.run_dir)
+                )
             )
             try:
                 await run.execute()

@@ -362,9 +362,9 @@ class RecordEvent(Command):
     data: dict[str, Any] = field(default_factory=dict)
 
 
-def warning(message: str) -> RecordEvent:
-    """Return the command that records a warning for the user."""
-    return RecordEvent("warning", {"message": message})
+def warning(message: str, **data: Any) -> RecordEvent:
+    """Return the command that records a warning for the user, with more data for programs."""
+    return RecordEvent("warning", {"message": message, **data})
 
 
 @dataclass(frozen=True)

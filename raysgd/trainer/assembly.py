@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -53,7 +54,7 @@ from raysgd.trainer.stream import ResultStream
 from raysgd.workers.orders import WorkerTask
 from raysgd.workers.pickling import dumps_call, dumps_named
 from raysgd.workers.placement.capacity import describe_bundle, explain_full, list_slots, slot_bundle
-from raysgd.workers.placement.cluster import use_token
+from raysgd.workers.placement.cluster import check_node_here, use_token
 from raysgd.workers.placement.slots import ExistingPlacement
 from raysgd.workers.versions import own_versions
 
@@ -92,7 +93,10 @@ def connect_ray(address: str | None = None, *, must_exist: bool = False) -> None
         return
     if address != "local":
         use_token()
+    named = address or os.environ.get("RAY_ADDRESS", "auto")
     try:
+        if named not in ("auto", "local") and "://" not in named:
+            check_node_here(named)
         ray.init(address="auto" if must_exist else address)
         _install_sigterm_handler_again()
     except (ConnectionError, ValueError) as error:

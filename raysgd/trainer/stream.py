@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
@@ -28,12 +29,15 @@ from raysgd.controller.rounds import Reduce, RoundMerger
 from raysgd.errors import MissingMetricError, RaySGDError, RunCancelledError, TrainerClosedError, WorkerError
 from raysgd.result import Event, Result, RunInfo
 from raysgd.trainer.channel import CLUSTER_IS_GONE, Channel, ReturnedValues
+from raysgd.trainer.last_words import LastWords
 from raysgd.workers.liveness.deaths import explain_failed_start
 
 #: Frames held for an iteration that is behind.
 BUFFER_BYTES = 64 << 20
 #: Marks the warnings of a driver's callbacks, which the driver has logged itself.
 _SOURCE = "driver"
+#: A warning of the last minute is about what happens now, and not one of a run that is read once more.
+_NEW_S = 60.0
 #: What an iteration needs to see.
 _OF_ROUNDS = {
     frames.ATTEMPT,
@@ -411,6 +415,7 @@ class _WarningLog:
         self._kept = kept
         self._is_logged = is_logged
         self.has_callbacks = False
+        self._last_words: LastWords | None = None
 
     def add(self, message: str) -> None:
         """Add a warning of a callback in this process, also to the run's files, and even after the end of the run."""
@@ -422,6 +427,14 @@ class _WarningLog:
         warning = warning_in(frame)
         if warning is not None and not (self.has_callbacks and frame.data["data"].get("source") == _SOURCE):
             self._keep(warning)
+        run_dir = None if warning is None else frame.data["data"].get("run_dir")  # Ray may be about to end this process
+        if run_dir and self._last_words is None and time.time() - frame.data["timestamp"] < _NEW_S:
+            self._last_words = LastWords(run_dir)
+
+    def close(self) -> None:
+        """Nothing more comes, and this process knows it."""
+        if self._last_words is not None:
+            self._last_words.withdraw()
 
     def _keep(self, message: str) -> None:
         self._kept.append(message)
@@ -442,7 +455,8 @@ def _read(
         for batch in channel.stream(run_id):
             _pass_on(batch, stream_of(), reader, log)
     except Exception as error:  # also a bug: the user must not wait for ever
-        problem = _explain(error, channel)
+        problem = _explain(error, channel, getattr(stream_of(), "run_dir", None))
+    log.close()
     stream = stream_of()
     if stream is not None and problem is not None and not stream._is_closed:
         stream._lost(problem)
@@ -463,14 +477,15 @@ def _pass_on(batch: list[Frame], stream: ResultStream | None, reader: CallbackRe
         stream._add(batch)
 
 
-def _explain(error: Exception, channel: Channel) -> BaseException:
+def _explain(error: Exception, channel: Channel, run_dir: str | None) -> BaseException:
     """Return what to raise for an error of the TrainerActor, or of the way to it."""
     if channel.has_lost_cluster:
         return TrainerClosedError(CLUSTER_IS_GONE)
     if isinstance(error, RayTaskError):  # the run could not even be made
         return error.cause if isinstance(error.cause, RaySGDError) else error
     if isinstance(error, RayError):
-        lost = f"the Trainer's controller process is gone, and the run with it: {error}"
+        how = "" if run_dir is None else f"; raysgd.Trainer.restore({run_dir!r}) resumes it from its newest checkpoint"
+        lost = f"the Trainer's controller process is gone, and the run with it{how}: {error}"
         return WorkerError(explain_failed_start(error) or lost)
     return error
 

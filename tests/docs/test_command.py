@@ -36,9 +36,14 @@ PRINTED = {
     "raysgd ckpt merge runs/exp/run_001 merged": "merged/checkpoint_000003",
     "raysgd pause long": "it is paused",
     "raysgd stop long --shutdown": "it is cancelled",
-    "raysgd doctor --storage-path runs": "node ",
+    "raysgd doctor --storage-path runs": "one runs at ",
+    "raysgd doctor --cluster --storage-path runs": "node ",
 }
-STATUSES = {"raysgd compare runs/exp/run_001 runs/exp/run_002": (1,), "raysgd doctor --storage-path runs": (0, 1)}
+STATUSES = {
+    "raysgd compare runs/exp/run_001 runs/exp/run_002": (1,),
+    "raysgd doctor --storage-path runs": (0, 1),
+    "raysgd doctor --cluster --storage-path runs": (0, 1),
+}
 
 
 @pytest.mark.timeout(300)

@@ -90,24 +90,44 @@ def test_controller_answers_while_the_gcs_does_not(gcs: GlobalControlService, tm
         check_history(str(trainer.run_dir), within_s=PATIENCE_S)
 
 
-#: Its arguments: storage path, and the file that says how far the driver has read.
+#: Its arguments: storage path, the file that says how far the driver has read, and the steps.
 PROGRAM = """
     import sys
     import ray
     import raysgd
     from support.gcs import GlobalControlService
-    from fault.test_gcs_death import FEW_STEPS, steps
+    from fault.test_gcs_death import steps
 
-    storage, file = sys.argv[1:]
+    storage, file, num_steps = sys.argv[1:]
     ray.init(address="local", num_cpus=3, include_dashboard=False)
     run = raysgd.RunConfig(storage_path=storage)
     trainer = raysgd.Trainer(2, backend="none", run_config=run)
-    for result in trainer.run_generator(steps, {"num_steps": FEW_STEPS}, callbacks=[]):
+    for result in trainer.run_generator(steps, {"num_steps": int(num_steps)}, callbacks=[]):
         if result["step"] == 5:
             GlobalControlService().kill()
         with open(file, "a") as written:
             print(result["step"], file=written)
 """
+
+
+def lose_gcs(folder: Path, num_steps: int) -> str:
+    """Run the program until Ray ends it; return what it has written to stderr."""
+    without_redis = {name: value for name, value in os.environ.items() if name != "RAY_REDIS_ADDRESS"}
+    environment = without_redis | {
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
+        "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parents[1])]),
+    }
+    arguments = [str(folder / "runs"), str(folder / "read"), str(num_steps)]
+    program = [sys.executable, "-c", textwrap.dedent(PROGRAM), *arguments]
+    return subprocess.run(program, env=environment, stderr=subprocess.PIPE, timeout=180, check=False, text=True).stderr
+
+
+def test_last_line_of_a_program_that_ray_ends_says_how_the_run_is_resumed(tmp_path: Path) -> None:
+    """Ray ends the program without Python, so another process has to say it."""
+    lines = lose_gcs(tmp_path, 100 * STEPS).splitlines()
+    (run_dir,) = (tmp_path / "runs").glob("*/run_001")
+    assert f"raysgd.Trainer.restore({str(run_dir)!r}) resumes it from its newest checkpoint" in lines[-1], lines[-5:]
+    assert lines[-1].startswith("[raysgd] this program has ended before its run in ")
 
 
 def test_results_arrive_and_are_stored_when_the_gcs_is_lost(tmp_path: Path) -> None:
@@ -116,13 +136,7 @@ def test_results_arrive_and_are_stored_when_the_gcs_is_lost(tmp_path: Path) -> N
     Which of its own timeouts ends the driver first, and what that says, is Ray's.
     """
     file = tmp_path / "read"
-    without_redis = {name: value for name, value in os.environ.items() if name != "RAY_REDIS_ADDRESS"}
-    environment = without_redis | {
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
-        "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parents[1])]),
-    }
-    program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path / "runs"), str(file)]
-    subprocess.run(program, env=environment, capture_output=True, timeout=180, check=False)
+    lose_gcs(tmp_path, FEW_STEPS)
     assert file.read_text().split() == [str(step) for step in range(FEW_STEPS)]
     (run_dir,) = (tmp_path / "runs").glob("*/run_001")
     check_history(str(run_dir), within_s=PATIENCE_S)

@@ -223,7 +223,7 @@ def test_stop_ends_a_run_and_its_trainer(commands: Commands, detached: raysgd.Tr
 
 
 def test_doctor_examines_the_nodes_of_the_cluster(commands: Commands) -> None:
-    _, out, _ = commands._run_here(["doctor", "--storage-path", "runs", "--json"])
+    _, out, _ = commands._run_here(["doctor", "--cluster", "--storage-path", "runs", "--json"])
     found = json.loads(out)
     assert [one["state"] for one in found if one["check"] == "cluster"] == ["ok"]
     assert [one["state"] for one in found if one["check"].startswith("node ")] != []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from raysgd.cli import doctor
+from raysgd.cli.doctor.nodes import check_cluster
 from support.poll import until
 from support.runs import make_trainer, quiet, travels_by_value
 
@@ -52,6 +52,6 @@ def test_doctor_says_that_processes_are_preloaded(ray_cluster: Any, tmp_path: Pa
     address = ray.get_runtime_context().gcs_address
 
     def texts() -> list[str]:
-        return [one.what for one in doctor.check_cluster(address, str(tmp_path)) if one.check.startswith("node ")]
+        return [one.what for one in check_cluster(address, str(tmp_path)) if one.check == "start"]
 
     assert until(lambda: any("import torch before they get work" in text for text in texts()), 60)

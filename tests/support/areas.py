@@ -116,7 +116,10 @@ AREAS: dict[str, Area] = {
             "integration/test_lazy_datasets.py",
         ),
     ),
-    "nodes": Area(("raysgd/workers/placement", "raysgd/workers/liveness"), ("fault/test_cut_cables.py",)),
+    "nodes": Area(
+        ("raysgd/workers/placement", "raysgd/workers/liveness"),
+        ("fault/test_cut_cables.py", "fault/test_doctor_network.py"),
+    ),
     "tune": Area(
         ("raysgd/tune_integration",),
         ("docs/test_tune_examples.py", "integration/test_tune*.py"),

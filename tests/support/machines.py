@@ -100,7 +100,7 @@ class Machines:
         shutil.rmtree(private, ignore_errors=True)
         (private / "home").mkdir(parents=True)
         private.chmod(0o1777)
-        names = [f"{self._address(each)} machine-{each}" for each in range(self._count)]
+        names = [f"{self.address(each)} machine-{each}" for each in range(self._count)]
         (private / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
         kept = [str(path) for path in (ROOT, self.folder, Path(sys.prefix)) if path.is_relative_to("/tmp")]
         namespaces = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc"]
@@ -121,8 +121,8 @@ class Machines:
         for machine in machines or range(self._count):
             where = ["--head", "--port=6379", "--include-dashboard=false"]
             if machine != 0:
-                where = [f"--address={self._address(0)}:6379"]
-            common = [f"--node-ip-address={self._address(machine)}", f"--num-cpus={self._num_cpus}"]
+                where = [f"--address={self.address(0)}:6379"]
+            common = [f"--node-ip-address={self.address(machine)}", f"--num-cpus={self._num_cpus}"]
             common += ["--object-store-memory=150000000", "--disable-usage-stats"]
             started = subprocess.run(
                 [*self._enter(machine), "ray", "start", *where, *common],
@@ -175,7 +175,7 @@ class Machines:
         _call("ip", "netns", "add", name)
         _call("ip", "-n", self._switch, "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
         _call("ip", "-n", self._switch, "link", "set", cable, "master", "br0", "up")
-        _call("ip", "-n", name, "addr", "add", f"{self._address(machine)}/24", "dev", "eth0")
+        _call("ip", "-n", name, "addr", "add", f"{self.address(machine)}/24", "dev", "eth0")
         for device in ("eth0", "lo"):
             _call("ip", "-n", name, "link", "set", device, "up")
 
@@ -183,7 +183,8 @@ class Machines:
         return f"{self._prefix}m{machine}"
 
     @staticmethod
-    def _address(machine: int) -> str:
+    def address(machine: int) -> str:
+        """Return the IP address of a machine."""
         return f"{_NETWORK}.{machine + 1}"
 
 

@@ -71,6 +71,7 @@ def test_report_is_opened_with_the_program_of_the_system(
         (["report", "{folder}/run_001", "-o", "{folder}"], "give a file in a folder that exists"),
         (["report", "{folder}/run_001", "--outptu", "x"], "No such option"),
         (["ui", "{folder}/missing"], "does not exist: give the folder that holds runs"),
+        (["ui", "--storage-path", "{folder}/missing"], "does not exist: give the folder that holds runs"),
         (["ui", "{folder}/run_001/run.json"], "run.json is a file; give a folder"),
         (["ui", "{folder}", "--port", "70000"], "not in the range"),
         (["ui", "{folder}", "--port", "x"], "'x' is not a valid integer;"),
@@ -91,12 +92,13 @@ def test_address_that_is_taken_is_an_error(run_dir: Path, capsys: pytest.Capture
     assert "cannot listen at 203.0.113.7" in capsys.readouterr().err
 
 
-def test_ui_serves_until_ctrl_c(run_dir: Path, tmp_path: Path) -> None:
-    process = command.start(None, tmp_path, "ui", str(run_dir.parent))
+@pytest.mark.parametrize("flags", [[], ["--storage-path"]], ids=["folder", "storage path"])
+def test_ui_serves_until_ctrl_c(run_dir: Path, tmp_path: Path, flags: list[str]) -> None:
+    process = command.start(None, tmp_path, "ui", *flags, str(run_dir.parent))
     assert process.stdout is not None
     try:
         found = re.search(r"http://127\.0\.0\.1:\d+/\?token=\S+", process.stdout.readline())
-        assert found
+        assert found and found.string.startswith(f"{run_dir.parent}: ")
         assert urllib.request.urlopen(found[0], timeout=20).status == 200
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)

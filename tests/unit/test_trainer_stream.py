@@ -336,6 +336,16 @@ def test_warnings_are_kept_and_logged_once(
     assert (stream.run_info.name, stream.run_dir, stream.run_info.started_s) == ("run_001", "/runs/run_001", 5.0)
 
 
+def test_run_that_is_lost_with_its_controller_says_how_it_is_resumed() -> None:
+    class Lost(Warns):
+        def stream(self, run_id: str) -> Iterator[list[Frame]]:
+            yield self.made[:1]
+            raise RayActorError
+
+    with pytest.raises(WorkerError, match=r"the run with it; raysgd\.Trainer\.restore\('/runs/run_001'\) resumes it"):
+        list(stream_of(Lost()))
+
+
 class EndsWithMissingMetric(FakeChannel):
     """A run that has succeeded, but for a metric that no report had."""
 

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks at the files of a live run.
 _INTERVAL_S = 0.3
-#: Seconds for a node to answer.
+#: Seconds for a node to answer; one that did not is not asked again for some time, whatever else was printed on it.
 _NODE_TIMEOUT_S = 20.0
+_ASK_AGAIN_S = 60.0
 #: Bytes that are read at once.
 _CHUNK_BYTES = 1 << 20
 _STREAMS = ("stdout", "stderr")
@@ -116,6 +117,7 @@ class Reader:
     def __init__(self, address: str | None) -> None:
         self._address = address
         self._read_there: Any = None
+        self._silent_until: dict[str, float] = {}  # by node, in the time of time.monotonic
 
     def read(self, part: Part, begin: int) -> bytes:
         """Return what is in a part from ``begin`` on; empty if there is no more.
@@ -131,18 +133,26 @@ class Reader:
 
     def _read_on_node(self, part: Part, begin: int) -> bytes | None:
         if self._read_there is None and cluster.connect(self._address) is None:
-            raise GoneError(f"{part.path} is on {part.node}, and there is no cluster to ask for it")
+            raise GoneError(f"what workers printed is on {part.node}, and there is no cluster to ask for it")
         import ray
-        from ray.exceptions import RayError
+        from ray.exceptions import GetTimeoutError, RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if self._read_there is None:
             self._read_there = ray.remote(num_cpus=0, max_retries=0)(read_part)
         if part.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
-            raise GoneError(f"{part.path} is on {part.node}, which is not in the cluster any more")
+            raise GoneError(
+                f"{part.node} is lost: it is not in the cluster any more, and what its workers printed is on its disk alone"
+            )
+        silent = f"{part.node} does not answer, though Ray still lists it; what its workers printed is not shown"
+        if time.monotonic() < self._silent_until.get(part.node_id, 0.0):
+            raise GoneError(silent)
         task = self._read_there.options(scheduling_strategy=NodeAffinitySchedulingStrategy(part.node_id, soft=False))
         try:
             data: bytes | None = ray.get(task.remote(part.path, begin, part.end), timeout=_NODE_TIMEOUT_S)
+        except GetTimeoutError:
+            self._silent_until[part.node_id] = time.monotonic() + _ASK_AGAIN_S
+            raise GoneError(silent) from None
         except RayError as error:
             raise GoneError(f"{part.path} cannot be read on {part.node}: {type(error).__name__}") from None
         return data

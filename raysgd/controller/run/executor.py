@@ -194,8 +194,8 @@ class Run:
         if not self.is_closed:
             await self._files.flush()
 
-    def warn(self, message: str) -> None:
-        self._record_event(c.warning(message))
+    def warn(self, message: str, **data: Any) -> None:
+        self._record_event(c.warning(message, **data))
 
     def record_blocked(self, seconds: float, stack: str) -> None:
         """Record that the event loop stood still, and in what."""
@@ -209,10 +209,7 @@ class Run:
             message: For the user.
             source: Which process has shown it to the user already; None: none has.
         """
-        event = c.warning(message)
-        self._record_event(
-            event if source is None else dataclasses.replace(event, data={**event.data, "source": source})
-        )
+        self.warn(message, **({} if source is None else {"source": source}))
         await self._files.flush()
 
     async def delete_checkpoint(self, number: int) -> None:

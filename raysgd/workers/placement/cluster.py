@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 _DRAINING_TIMEOUT_S = 2.0
 #: The time for a living node to accept a connection.
 _CONNECT_TIMEOUT_S = 0.5
+#: The time for a node that is just starting on this machine to join the cluster.
+_START_NODE_S = 5
 #: Seconds between two looks at the nodes of a cluster that is not whole yet.
 _JOIN_INTERVAL_S = 1.0
 _ADVICE = (
@@ -54,6 +56,35 @@ def use_token() -> None:
     except ImportError:  # a version of Ray without tokens
         return
     tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def check_node_here(address: str) -> None:
+    """Check that a node of the cluster runs on this machine, because processes connect through it; blocks.
+
+    `ray.init` waits for one for a minute.
+
+    Args:
+        address: The cluster, host and port.
+
+    Raises:
+        ConnectionError: No node of that cluster runs here.
+    """
+    from ray._private import services  # no public API does it
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except OSError:  # the head may be starting: `ray.init` waits for it
+        return
+    try:
+        services.get_node_to_connect_for_driver(GcsClient(address=address), timeout_seconds=_START_NODE_S)
+    except RuntimeError as error:
+        why = f": {error}" if services.find_node_ids() else ""
+        raise ConnectionError(
+            f"no node of the cluster at {address} runs on this machine, and a process connects through a node{why}. Run this "
+            f"on one of the nodes, or make this machine one: `ray start --address={address} --num-cpus=0`"
+        ) from None
 
 
 def place_near(node_id: str) -> dict[str, Any]:
