@@ -114,7 +114,16 @@ AREAS: dict[str, Area] = {
             "integration/test_lazy_datasets.py",
         ),
     ),
-    "nodes": Area(("raysgd/workers/placement", "raysgd/workers/liveness"), ("fault/test_cut_cables.py",)),
+    "nodes": Area(
+        ("raysgd/workers/placement", "raysgd/workers/liveness"),
+        (
+            "fault/test_cut_cables.py",
+            "fault/test_cut_moments.py",
+            "fault/test_full_disks.py",
+            "fault/test_lost_machines.py",
+            "fault/test_random_cuts.py",
+        ),
+    ),
     "tune": Area(
         ("raysgd/tune_integration",),
         ("docs/test_tune_examples.py", "integration/test_tune*.py"),
