@@ -11,7 +11,7 @@ from support.machines import Machines, why_impossible
 
 
 @pytest.fixture(scope="module")
-def _machines_of_the_module(tmp_path_factory: pytest.TempPathFactory, _no_process_is_left: None) -> Iterator[Machines]:
+def machines_of_module(tmp_path_factory: pytest.TempPathFactory, _no_process_is_left: None) -> Iterator[Machines]:
     if (why := why_impossible()) is not None:
         pytest.skip(f"machines cannot be made: {why}")
     with Machines(tmp_path_factory.mktemp("machines"), 3) as made:
@@ -19,10 +19,10 @@ def _machines_of_the_module(tmp_path_factory: pytest.TempPathFactory, _no_proces
 
 
 @pytest.fixture
-def machines(_machines_of_the_module: Machines) -> Machines:
+def machines(machines_of_module: Machines) -> Machines:
     """Return three machines of two CPUs, which are the nodes of a cluster; the first one is its head."""
-    _machines_of_the_module.make_whole()
-    return _machines_of_the_module
+    machines_of_module.make_whole()
+    return machines_of_module
 
 
 @pytest.fixture

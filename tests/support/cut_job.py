@@ -103,7 +103,7 @@ def main(storage: str, settings: dict[str, Any]) -> None:
     }
     workers = settings["workers"]
     size = tuple(workers) if isinstance(workers, list) else workers
-    made |= settings.get("trainer", {}) | {"logical_workers": NUM_LOGICAL, "seed": 3, "deterministic": True}
+    made |= {"logical_workers": NUM_LOGICAL, "seed": 3, "deterministic": True}
     if "restore" in settings:
         trainer = raysgd.Trainer.restore(settings["restore"])
     else:

@@ -125,11 +125,15 @@ class Machines:
         """Make the machines nodes of the cluster, the head first; without arguments, all of them."""
         wanted = list(machines or range(self._count))
         for together in ([0] if 0 in wanted else [], [machine for machine in wanted if machine != 0]):
-            starting = {machine: self._start_node(machine, environment or {}) for machine in together}
-            for machine, process in starting.items():
-                output, _ = process.communicate(timeout=_START_S)
-                assert process.returncode == 0, output
-                self._nodes.add(machine)
+            missing = {machine: self._start_node(machine, environment or {}) for machine in together}
+            for is_last in (False, True):  # on a busy machine, Ray may not wait long enough for its own processes
+                outputs = {machine: process.communicate(timeout=_START_S)[0] for machine, process in missing.items()}
+                failed = [machine for machine, process in missing.items() if process.returncode != 0]
+                assert not (failed and is_last), outputs[failed[0]]
+                for machine in failed:
+                    self.run(machine, "ray", "stop", "--force", timeout_s=_START_S)
+                missing = {machine: self._start_node(machine, environment or {}) for machine in failed}
+            self._nodes.update(together)
 
     def start_pod(self, machine: int, output: Path, environment: Mapping[str, str] | None = None) -> None:
         """Make a machine a node by ``ray start --block``, as a pod does; return when the command says that it is one."""
@@ -230,6 +234,7 @@ class Machines:
             "HOME": "/tmp/home",
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
+            "RAY_worker_niceness": "0",  # what else this machine does shall not slow workers more than the controller
             "PYTHONUNBUFFERED": "1",
             MARK: os.environ.get(MARK, ""),
             **more,
