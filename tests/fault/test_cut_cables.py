@@ -18,7 +18,7 @@ from support.drives import (
 )
 from support.machines import Machines
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(400)]
 
 
 def test_elastic_group_grows_back_after_a_cable_was_out(machines: Machines, drives: Drives) -> None:
@@ -79,7 +79,7 @@ def test_two_cables_are_out_at_once(machines: Machines, drives: Drives) -> None:
     driver.wait_over()
 
 
-def test_cable_that_is_out_each_second_second_ends_no_attempt(machines: Machines, drives: Drives) -> None:
+def test_cable_that_is_out_every_other_second_ends_no_attempt(machines: Machines, drives: Drives) -> None:
     driver = drives.start(workers=6, config={"steps": 400}, failure={"max_failures": 0})
     first = driver.wait_for(trains(6), START_S)
     for _ in range(20):

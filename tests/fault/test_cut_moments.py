@@ -11,7 +11,7 @@ from support.drives import GIVEN_UP_S, START_S, Drive, Drives, trains
 from support.machines import Machines
 from support.poll import until
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(400)]
 
 
 def machine_of_rank(driver: Drive, rank: int) -> int:

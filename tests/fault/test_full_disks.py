@@ -15,7 +15,7 @@ from support.drives import START_S, Drives, events_of, trains
 from support.machines import Machines, freeze
 from support.poll import until
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(400)]
 
 FULL = "No space left on device"
 #: State of 8 MB, of which there are three on storage and two in memory.
@@ -80,7 +80,7 @@ def shared_disk(machines: Machines) -> Iterator[Path]:
         yield disk
 
 
-def test_run_goes_on_when_there_is_room_again(machines: Machines, shared_disk: Path, drives: Drives) -> None:
+def test_run_continues_when_there_is_room_again(machines: Machines, shared_disk: Path, drives: Drives) -> None:
     saves = SAVES | {"checkpoint": {"num_to_keep": 3, "on_write_error": "warn"}}
     driver = drives.start(folder=shared_disk / "warn", workers=[2, 6], **saves)
     driver.wait_for(lambda result: result["size"] == 6 and result["step"] > 20, START_S)

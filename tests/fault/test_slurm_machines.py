@@ -14,7 +14,7 @@ from support.pace import slowness
 from support.poll import until
 from support.project import ROOT
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(400)]
 
 EPOCHS = 25
 #: Asks the test to run the task on the other machine, in this environment, and passes SIGTERM on, as Slurm's own does.
