@@ -143,7 +143,7 @@ class Machines:
         self._nodes.add(machine)
 
     def make_whole(self) -> None:
-        """Plug all cables in, and start the machines again that are no nodes; without the head, all of them."""
+        """Plug all cables in, and start the machines again that are not nodes; without the head, all of them."""
         for machine in range(self._count):
             self.plug(machine, is_in=True)
         if 0 not in self._nodes:
