@@ -51,6 +51,7 @@ def test_random_schedule_of_cuts_and_kills(machines: Machines, drives: Drives, s
             for machine in chosen:
                 machines.plug(machine, is_in=True)
         time.sleep(draw.uniform(0, 6))
+    machines.make_whole()
     over_at = time.time()
     driver.wait_for(lambda result: result["at"] > over_at and result["size"] == 6, WHOLE_S)
     driver.stop()

@@ -146,6 +146,8 @@ class Machines:
         """Plug all cables in, and start the machines again that are not nodes; without the head, all of them."""
         for machine in range(self._count):
             self.plug(machine, is_in=True)
+        # Ray ends the raylet of a node that it counted as lost during a cut.
+        self._nodes = {machine for machine in self._nodes if self.run(machine, "pgrep", "-f", "/raylet/raylet ")}
         if 0 not in self._nodes:
             self._nodes.clear()
         missing = [machine for machine in range(self._count) if machine not in self._nodes]
