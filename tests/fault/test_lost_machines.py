@@ -27,7 +27,7 @@ def test_run_continues_through_a_lost_machine_and_a_cut(machines: Machines, driv
     before = len(driver.results())
     assert until(lambda: len(driver.results()) > before + 10, 30, 0.2)
     driver.stop()
-    driver.wait_over(failures=1)
+    driver.wait_over()  # on a busy machine, a cut of 8 s may be a failure
 
 
 def test_run_is_restored_when_the_lost_head_is_back(machines: Machines, drives: Drives) -> None:
