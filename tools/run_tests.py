@@ -213,7 +213,18 @@ def run_nightly(run: Run) -> None:
     """Run what takes long, one after the other, also after a failure."""
     # The gate runs these only where Horovod was built before.
     run.repeat_failures(run.tests("horovod", ["-k", "horovod or Horovod", *_PROCESSES], True))
-    for target in ("alone", "slow", "schedules", "loops", "wheel", "bench-check", "soak", "matrix", "mutations"):
+    for target in (
+        "alone",
+        "slow",
+        "schedules",
+        "loops",
+        "wheel",
+        "bench-check",
+        "soak",
+        "cuts",
+        "matrix",
+        "mutations",
+    ):
         run.command(target, ["make", "--no-print-directory", target])
 
 

@@ -118,7 +118,15 @@ AREAS: dict[str, Area] = {
     ),
     "nodes": Area(
         ("raysgd/workers/placement", "raysgd/workers/liveness"),
-        ("fault/test_cut_cables.py", "fault/test_doctor_network.py"),
+        (
+            "fault/test_cut_cables.py",
+            "fault/test_cut_moments.py",
+            "fault/test_doctor_network.py",
+            "fault/test_full_disks.py",
+            "fault/test_lost_machines.py",
+            "fault/test_random_cuts.py",
+            "fault/test_slurm_machines.py",
+        ),
     ),
     "tune": Area(
         ("raysgd/tune_integration",),

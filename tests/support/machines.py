@@ -6,16 +6,16 @@ are dropped, and no connection closes. All traffic stays in the namespaces. This
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from support.leftovers import MARK
@@ -72,7 +72,8 @@ class Machines:
         self._switch = f"{self._prefix}sw"
         self._inits: dict[int, int] = {}
         self._parents: dict[int, subprocess.Popen[bytes]] = {}
-        self._drivers: list[subprocess.Popen[bytes]] = []
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._nodes: set[int] = set()
 
     def __enter__(self) -> Machines:
         _call("ip", "netns", "add", self._switch)
@@ -80,17 +81,15 @@ class Machines:
         _call("ip", "-n", self._switch, "link", "set", "br0", "up")
         for machine in range(self._count):
             self._connect(machine)
-            self.boot(machine)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for machine in list(self._inits):
-            self.kill(machine)
-        for driver in self._drivers:
-            driver.kill()
-            driver.wait()
+        self.kill_all()
+        for process in self._started:
+            process.kill()
+            process.wait()
         for name in (self._switch, *[self._name(machine) for machine in range(self._count)]):
             _call("ip", "netns", "del", name, check=False)
 
@@ -113,28 +112,73 @@ class Machines:
 
     def kill(self, machine: int) -> None:
         """Kill all processes of a machine at once."""
+        self._nodes.discard(machine)
         os.kill(self._inits.pop(machine), signal.SIGKILL)
         self._parents.pop(machine).wait()
 
-    def start_ray(self, *machines: int) -> None:
-        """Make the machines nodes of the cluster; without arguments, all of them."""
-        for machine in machines or range(self._count):
-            where = ["--head", "--port=6379", "--include-dashboard=false"]
-            if machine != 0:
-                where = [f"--address={self.address(0)}:6379"]
-            common = [f"--node-ip-address={self.address(machine)}", f"--num-cpus={self._num_cpus}"]
-            common += ["--object-store-memory=150000000", "--disable-usage-stats"]
-            started = subprocess.run(
-                [*self._enter(machine), "ray", "start", *where, *common],
-                capture_output=True,
-                text=True,
-                timeout=_START_S,
-            )
-            assert started.returncode == 0, started.stdout + started.stderr
+    def kill_all(self) -> None:
+        """Kill all processes of all machines."""
+        for machine in list(self._inits):
+            self.kill(machine)
+
+    def start_ray(self, *machines: int, environment: Mapping[str, str] | None = None) -> None:
+        """Make the machines nodes of the cluster, the head first; without arguments, all of them."""
+        wanted = list(machines or range(self._count))
+        for together in ([0] if 0 in wanted else [], [machine for machine in wanted if machine != 0]):
+            missing = {machine: self._start_node(machine, environment or {}) for machine in together}
+            for is_last in (False, True):  # on a busy machine, Ray may not wait long enough for its own processes
+                outputs = {machine: process.communicate(timeout=_START_S)[0] for machine, process in missing.items()}
+                failed = [machine for machine, process in missing.items() if process.returncode != 0]
+                assert not (failed and is_last), outputs[failed[0]]
+                for machine in failed:
+                    self.run(machine, "ray", "stop", "--force", timeout_s=_START_S)
+                missing = {machine: self._start_node(machine, environment or {}) for machine in failed}
+            self._nodes.update(together)
+
+    def start_pod(self, machine: int, output: Path, environment: Mapping[str, str] | None = None) -> None:
+        """Make a machine a node by ``ray start --block``, as a pod does; return when the command says that it is one."""
+        command = [*self.ray_command(machine), "--block"]
+        self.start(machine, *command, output=output, environment=environment)
+        assert until(lambda: b"Ray runtime started" in output.read_bytes(), _START_S, 0.2), output.read_text()
+        self._nodes.add(machine)
+
+    def make_whole(self) -> None:
+        """Plug all cables in, and start the machines again that are not nodes; without the head, all of them."""
+        for machine in range(self._count):
+            self.plug(machine, is_in=True)
+        # Ray ends the raylet of a node that it counted as lost during a cut.
+        self._nodes = {machine for machine in self._nodes if self.run(machine, "pgrep", "-f", "/raylet/raylet ")}
+        if 0 not in self._nodes:
+            self._nodes.clear()
+        missing = [machine for machine in range(self._count) if machine not in self._nodes]
+        for machine in missing:
+            if machine in self._inits:
+                self.kill(machine)
+            self.boot(machine)
+        if missing:
+            self.start_ray(*missing)
+
+    def ray_command(self, machine: int) -> list[str]:
+        """Return the command that makes a machine a node of the cluster."""
+        where = ["--head", "--port=6379", "--include-dashboard=false"]
+        if machine != 0:
+            where = [f"--address={self.address(0)}:6379"]
+        common = [f"--node-ip-address={self.address(machine)}", f"--num-cpus={self._num_cpus}"]
+        return ["ray", "start", *where, *common, "--object-store-memory=150000000", "--disable-usage-stats"]
+
+    def _start_node(self, machine: int, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        command = [*self._enter(machine, environment), *self.ray_command(machine)]
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def plug(self, machine: int, *, is_in: bool) -> None:
         """Plug a machine's cable in, or pull it."""
         _call("ip", "-n", self._switch, "link", "set", f"v{machine}", "up" if is_in else "down")
+
+    def signal(self, machine: int, name: str, number: signal.Signals) -> None:
+        """Send a signal to the processes of a machine whose command lines contain a name."""
+        self.run(machine, "pkill", f"-{number.value}", "-f", name)
 
     def run(self, machine: int, *command: str, timeout_s: float = 30.0) -> str:
         """Run a command on a machine; return what it wrote."""
@@ -147,24 +191,55 @@ class Machines:
         )
         return done.stdout
 
-    def start(self, machine: int, *command: str, output: Path) -> subprocess.Popen[bytes]:
+    def start(
+        self, machine: int, *command: str, output: Path, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         """Start a program on a machine, which writes to a file."""
+        entered = [*self._enter(machine, environment or {}), *command]
         with output.open("wb") as file:
-            driver = subprocess.Popen(
-                [*self._enter(machine), *command], stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-            )
-        self._drivers.append(driver)
-        return driver
+            started = subprocess.Popen(entered, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        self._started.append(started)
+        return started
 
-    def _enter(self, machine: int) -> Sequence[str]:
+    @contextlib.contextmanager
+    def small_disk(self, here: Path, size_mb: int, there: Mapping[int, str]) -> Iterator[Path]:
+        """Give machines one small disk; yield its folder here.
+
+        Args:
+            there: The folder of the disk on each machine.
+        """
+        image = self.folder / f"{here.name}.image"
+        with image.open("wb") as file:
+            file.truncate(size_mb << 20)
+        _call("mkfs.ext4", "-q", "-m", "0", str(image))
+        here.mkdir(exist_ok=True)
+        _call("mount", "-o", "loop", str(image), str(here))
+        try:
+            device = _call("findmnt", "-no", "SOURCE", str(here)).stdout.strip()
+            for machine, folder in there.items():
+                made = self.run(
+                    machine, "sh", "-c", f"mkdir -p {folder} && mount {device} {folder} && chmod 1777 {folder}"
+                )
+                assert not made, made
+            yield here
+        finally:
+            for machine, folder in there.items():
+                if machine in self._inits:
+                    self.run(machine, "umount", "-l", folder)
+            _call("umount", "-l", str(here), check=False)
+            image.unlink()
+
+    def _enter(self, machine: int, more: Mapping[str, str] = MappingProxyType({})) -> Sequence[str]:
         environment = {
             "PATH": f"{sys.prefix}/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
             "HOME": "/tmp/home",
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
+            "RAY_worker_niceness": "0",  # what else this machine does shall not slow workers more than the controller
             "PYTHONUNBUFFERED": "1",
             MARK: os.environ.get(MARK, ""),
+            **more,
         }
         variables = [f"{name}={value}" for name, value in environment.items()]
         namespaces = ["--mount", "--uts", "--ipc", "--net", "--pid"]
@@ -188,10 +263,15 @@ class Machines:
         return f"{_NETWORK}.{machine + 1}"
 
 
+@contextlib.contextmanager
+def freeze(disk: Path) -> Iterator[None]:
+    """Let each write to a disk wait until the context ends."""
+    _call("fsfreeze", "--freeze", str(disk))
+    try:
+        yield
+    finally:
+        _call("fsfreeze", "--unfreeze", str(disk))
+
+
 def _call(*command: str, check: bool = True) -> subprocess.CompletedProcess[Any]:
     return subprocess.run(command, check=check, capture_output=True, text=True)
-
-
-def wait_for_seconds(until_s: float) -> None:
-    """Wait until that time of the monotonic clock."""
-    time.sleep(max(0.0, until_s - time.monotonic()))

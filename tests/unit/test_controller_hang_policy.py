@@ -127,6 +127,18 @@ def test_lost_ranks_that_nothing_can_replace_are_waited_for() -> None:
     assert kinds(watched.find_hangs(131.0, can_replace=False)) == [(0, "lost"), (1, "lost")], "not for ever"
 
 
+def test_ranks_of_one_cut_are_counted_together_although_they_answered_last_at_different_times() -> None:
+    watched = policy(ranks=4)
+    for rank, answered_at in ((0, 1.0), (2, 9.0), (3, 1.5)):
+        watched.on_heartbeat(rank, Heartbeat(), answered_at)
+    for rank in (0, 1, 3):
+        watched.on_unreachable(rank)
+    assert watched.cut_off(9.9) == []
+    assert watched.cut_off(10.1) == [0, 1, 3], "rank 1 alone could be left out, all three cannot"
+    watched.on_heartbeat(3, Heartbeat(), 10.2)
+    assert watched.cut_off(10.3) == [0, 1]
+
+
 def test_ranks_of_silent_nodes_are_known_before_they_are_lost() -> None:
     watched = policy(ranks=3)
     watched.on_heartbeat(2, Heartbeat(), 5.0)

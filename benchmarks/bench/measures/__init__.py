@@ -11,6 +11,7 @@ _MODULES = {
     "runs": ("exception", "start", "checkpoint", "ddp"),
     "processes": ("report_cpu", "memory", "script"),
     "recovery": ("kill", "stop", "resize", "node", "reliability", "steady"),
+    "cuts": ("cut",),
     "ingest": ("ingest_files", "ingest_memory", "ingest_transformed", "ingest_images", "ingest_planning"),
     "search": ("tune_search",),
     "backends": ("backend_start", "backend_allreduce", "backend_kill"),
@@ -19,7 +20,7 @@ _MODULES = {
 #: The measures of `benchmarks/vs_ray_train.py`, in their order.
 NAMES = (*_MODULES["reports"], *_MODULES["runs"], *_MODULES["processes"])
 #: The measures of the other programs.
-RECOVERY, INGEST = _MODULES["recovery"], _MODULES["ingest"]
+RECOVERY, INGEST = (*_MODULES["recovery"], *_MODULES["cuts"]), _MODULES["ingest"]
 TUNE, BACKENDS = _MODULES["search"], _MODULES["backends"]
 #: Measures that start their systems themselves, because they cause faults or measure that start.
 FRAGILE = (*RECOVERY, "backend_kill", "script")

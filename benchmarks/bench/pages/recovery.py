@@ -17,6 +17,7 @@ _SPARE, _NEW, _ELASTIC = VARIANTS
 _KILLED, _STOPPED = "worker killed to next step", "worker stopped to next step, heartbeat timeout 10 s"
 _NODE_KILLED = "node killed to next step, heartbeat timeout 10 s"
 _NODE_FROZEN = "node frozen to next step, heartbeat timeout 10 s"
+_CUT_OFF = "cable of the controller out for 15 s: plugged in to a step"
 _AGAIN = "one of 5 ranks killed, again and again"
 ROWS = (
     Row("kill_spare", f"{_KILLED}, with a spare", "kill", "seconds", "s", (Limit(0.5),), ours=_SPARE),
@@ -33,6 +34,8 @@ ROWS = (
     Row("node_frozen", f"{_NODE_FROZEN}, without a spare", "node", "frozen_s", "s", (Limit(12),), ours=_NEW),
     Row("node_killed_spare", f"{_NODE_KILLED}, with a spare on another", "node", "killed_s", "s", (Limit(12),), ours=_SPARE),
     Row("node_frozen_spare", f"{_NODE_FROZEN}, with a spare on another", "node", "frozen_s", "s", (Limit(12),), ours=_SPARE),
+    Row("cut_grow", "cable out for 25 s: plugged in to full size", "cut", "grow_s", "s", (Limit(15),), ours=_ELASTIC),
+    Row("cut_control", _CUT_OFF, "cut", "controller_s", "s", (Limit(5),), ours=_ELASTIC),
     Row("again", f"{_AGAIN}: recovered", "reliability", "recovered_percent", "%", (Limit(100),), better="more", ours=_NEW),
     Row("again_s", f"{_AGAIN}: to next step", "reliability", "seconds", "s", (), ours=_NEW),
     Row("again_max", f"{_AGAIN}: the slowest", "reliability", "seconds", "s", (), share=1.0, ours=_NEW),
@@ -69,6 +72,8 @@ are medians; every sample is in [recovery.json](recovery.json).
   further workers. Ray Train's elastic group was only shrunk: with a job that holds a CPU it had not started within
   90 s, so nothing could grow.
 - **Nodes** are raylets with their processes on this machine, killed with SIGKILL or frozen with SIGSTOP.
+- **Cables** are those of three machines with two CPUs each, which are namespaces of this machine, joined by a bridge. A
+  cable that is out drops all packets and closes no connection. Six workers train, or four where the controller is cut off.
 - **Repeated kills**: {tries} kills. A try without recovery within its limit counts as a failure.
 - **Readiness**: heartbeats, the search for hangs and a spare, compared with a Trainer without a spare and almost
   without heartbeats, in alternating blocks of equal work.

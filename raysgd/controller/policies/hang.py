@@ -118,12 +118,14 @@ class HangPolicy:
         return [rank for rank in self.suspects(now) if not self._workers[rank].is_reachable]
 
     def cut_off(self, now: float) -> list[int]:
-        """Return the ranks that are over the limit, as are their nodes. They run on if only the connection to them is cut."""
-        return [
-            rank
-            for rank, worker in sorted(self._workers.items())
-            if not worker.is_reachable and worker.is_over_limit(now, self._heartbeat_timeout_s)
-        ]
+        """Return the ranks that are late, as are their nodes, once one of them is over the limit.
+
+        They run on if only the connection to them is cut. The others are counted because one cut reaches all of them, but
+        they answered last at different times: without them, it would seem that the group can continue with them.
+        """
+        ranks = sorted(self.unreachable(now))
+        limit_s = self._heartbeat_timeout_s
+        return ranks if any(self._workers[rank].is_over_limit(now, limit_s) for rank in ranks) else []
 
     def find_hangs(self, now: float, *, can_replace: bool = True) -> list[Hang]:
         """Return the workers to kill now.
