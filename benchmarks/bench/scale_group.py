@@ -284,7 +284,13 @@ class SimulatedGroup(real.WorkerGroup):
 
     def __init__(self, calls: Calls, num_workers: int | tuple[int, int], failure: FailureConfig) -> None:
         super().__init__(
-            "simulated", ScalingConfig(num_workers=num_workers), NoneConfig(), failure, controller="", runtime_env=None
+            "simulated",
+            ScalingConfig(num_workers=num_workers),
+            NoneConfig(),
+            failure,
+            controller="",
+            runtime_env=None,
+            versions={},
         )
         calls.on_stream = self._count_order
         self.formed: list[Formed] = []

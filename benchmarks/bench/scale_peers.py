@@ -243,7 +243,8 @@ class Workers:
         rank = self._ranks.get(worker)
         match method:
             case "describe":
-                return WorkerInfo(f"node-{worker // WORKERS_PER_NODE}", "127.0.0.1", "simulated", 10_000 + worker)
+                info = WorkerInfo(f"node-{worker // WORKERS_PER_NODE}", "127.0.0.1", "simulated", 10_000 + worker)
+                return {**vars(info), "versions": {}}
             case "heartbeat":
                 return Heartbeat(calls=rank.num_reports, phase="report", is_inside=True) if rank else Heartbeat()
             case "position":

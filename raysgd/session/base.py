@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
@@ -17,6 +18,7 @@ from raysgd.session.progress import Progress
 if TYPE_CHECKING:
     from raysgd.checkpoint.checkpoint import Checkpoint
     from raysgd.data.dataset import WorkerDataset, WorkerDatasets
+    from raysgd.data.order.handed_out import Passes
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,6 @@ class Session(ABC):
         attempt: Its number, from 1; 0 in single-machine use.
         in_worker: False in single-machine use.
         progress: The calls made so far, and where the time went.
-        passes: Shows the passes of models to the datasets.
         save_checks: Called before a checkpoint is saved; they raise an error if it would lack something. References, as the
             session outlives what they belong to.
     """
@@ -134,11 +135,8 @@ class Session(ABC):
         attempt: int = 0,
         logical_workers: int | None = None,
     ) -> None:
-        from raysgd.data.order.handed_out import Passes  # the controller imports this module without it
-
         self.attempt = attempt
         self.progress = Progress()
-        self.passes = Passes()
         self.save_checks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.identity = identity
         self.seed = seed
@@ -148,6 +146,13 @@ class Session(ABC):
         )
         self._fetch = fetch
         self._datasets = Datasets(plan, self.open_datasets)
+
+    @cached_property
+    def passes(self) -> Passes:
+        """Shows the passes of models to the datasets."""
+        from raysgd.data.order.handed_out import Passes  # the controller imports this module without it
+
+        return Passes()
 
     @property
     def world_rank(self) -> int:

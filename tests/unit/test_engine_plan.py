@@ -413,6 +413,6 @@ def test_prediction_without_a_config_is_refused(config: Any, kind: str) -> None:
 )
 def test_simpler_strategies_have_a_lower_number(fields: dict[str, Any], number: int) -> None:
     unused: Any = None
-    amounts = {"data_parallel": 1, "num_rows": 1, "limit_bytes": 0}
-    candidate = Candidate(config=EngineConfig(**fields), memory=unused, time=unused, **amounts)
+    amounts: Any = {"data_parallel": 1, "num_rows": 1, "is_fitting": True}
+    candidate = Candidate(config=EngineConfig(**fields), memory=unused, step_s=0.0, **amounts)
     assert candidate.num_strategies == number

@@ -103,6 +103,7 @@ def make_joining() -> tuple[JoiningWorkers, FakeSlots, FakeStarter]:
         starter,  # type: ignore[arg-type]
         AvoidedNodes({}),
         end=end,
+        warn=lambda text: None,
         start_timeout_s=60.0,
     )
     return joining, slots, starter

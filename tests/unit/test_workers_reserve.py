@@ -51,13 +51,13 @@ class FakeWorker:
         self.slot = "its own"
         self.may_answer = asyncio.Event()
         self.is_asked = asyncio.Event()
-        self.handle = self.describe = self
         self.info: Any = None
+        self.refusal: str | None = None
 
-    async def remote(self) -> Any:
+    async def locate(self) -> None:
         self.is_asked.set()
         await self.may_answer.wait()
-        return type("Info", (), {"node_id": "node"})
+        self.info = type("Info", (), {"node_id": "node"})
 
 
 class FakeStarter:

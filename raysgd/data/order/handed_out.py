@@ -1,8 +1,8 @@
 """Which batches a loop has read ahead: they were handed out, and the model was not trained on them so far. Worker side, pure.
 
 A batch counts when it is handed out, unless the loop is seen to use an earlier one afterwards: then it was read ahead, and it
-counts when it is used too. Models that `raysgd.torch` has prepared see which batch they are called with. Other loops count as
-they read, or state how far they have read ahead.
+counts when it is used too. So does what another thread than the one that trains has read. Models that `raysgd.torch` has
+prepared see which batch they are called with. Other loops count as they read, or state how far they have read ahead.
 """
 
 from __future__ import annotations
@@ -71,13 +71,15 @@ class HandedOut:
         """Forget all batches: training resumes elsewhere."""
         self._entries: deque[_Entry] = deque(maxlen=MAX_AHEAD)
         self._num_ahead = 0
+        self._trains_in = 0  # the thread that has called the model
         self._is_stated = self._is_guessed = self._is_used = False
 
     def add(self, seen: SeenBatch | None, before: Position) -> None:
         """Add a batch that is handed out now."""
         with self._lock:
             self._entries.append(_Entry(before, seen))
-            if not self._is_stated and self._num_ahead:
+            is_read_elsewhere = self._trains_in not in (0, threading.get_ident())
+            if not self._is_stated and (self._num_ahead or is_read_elsewhere):
                 self._num_ahead += 1
 
     def end_iteration(self, *, is_whole: bool) -> None:
@@ -160,6 +162,7 @@ class HandedOut:
         for number, each in enumerate(reversed(self._entries)):
             if each is entry:
                 each.is_used = self._is_used = True
+                self._trains_in = threading.get_ident()
                 self._is_guessed = is_guessed
                 if not self._is_stated:
                     self._num_ahead = number
