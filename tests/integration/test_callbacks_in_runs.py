@@ -372,6 +372,8 @@ def losses(config: dict[str, Any]) -> None:
         raysgd.save_checkpoint({"step": step + 1})
         if step + 1 == config.get("leave_after"):
             return
+    while not raysgd.should_stop():
+        time.sleep(0.01)
 
 
 def test_early_stopping_counts_the_results_before_the_checkpoint(trainer: raysgd.Trainer) -> None:

@@ -16,7 +16,7 @@ WITH_MASTERS = ("bf16-true", "bf16-true, ZeRO 1", "TP, bf16-true")
 WITH_TENSORS = ("TP", "TP, bf16-true")
 #: What is refused, by edit: the strategies, and what the error says.
 REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
-    "swap_tensors": {"use_count of t1": ("DDP", "bf16-true")},  # torch's own
+    "swap_tensors": {"Cannot swap t1": ("DDP", "bf16-true")},  # torch's own
     "set_": {"aten.set_.source_Tensor does not have a sharding strategy": (*SHARDED, *WITH_TENSORS)},  # torch's own
     "exchange": {
         "give Engine(find_unused_parameters=True)": (SHARDED[0], SHARDED[2]),
