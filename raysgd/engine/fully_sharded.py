@@ -117,13 +117,13 @@ class FullySharded(DataParallel):
             if getattr(group, "_orig_dtype", group) is None:
                 group._init_mp_dtypes()
         if self._use is not None:
-            self._use.begin_pass(is_first=accumulation.is_first_pass)
+            self._use.begin_pass(is_first=accumulation.is_first_pass, begins_step=not accumulation.is_open)
 
     def end_pass(self, accumulation: Accumulation) -> None:
         if self._use is not None:
             self._use.end_pass()
             if accumulation.is_complete:
-                self._use.end_step()
+                self._use.drop_unused()
         super().end_pass(accumulation)
 
     def share_gradients(self) -> None:
@@ -166,9 +166,11 @@ class ParameterUse:
         for parameters in _groups(model):
             parameters.post_backward = _noting(parameters, parameters.post_backward, self._used)
 
-    def begin_pass(self, *, is_first: bool) -> None:
-        """Begin a backward pass, maybe the first one of its batch."""
+    def begin_pass(self, *, is_first: bool, begins_step: bool) -> None:
+        """Begin a backward pass, maybe the first one of its batch, or of the step."""
         self._used.clear()
+        if begins_step:
+            self._used_in_step.clear()
         self._pass = 0 if is_first else self._pass + 1
 
     def end_pass(self) -> None:
@@ -197,11 +199,6 @@ class ParameterUse:
                 f"zero_stage=3: not all ranks and steps use the same parameters ({odd[0]} is one): give "
                 "Engine(find_unused_parameters=True), which gathers the model as a whole, or zero_stage=2."
             )
-
-    def end_step(self) -> None:
-        """End a step. All ranks call it."""
-        self.drop_unused()
-        self._used_in_step.clear()
 
     def resume(self) -> None:
         """Continue a step: the parameters that have a gradient were used."""

@@ -63,6 +63,11 @@ class Gradients:
             each.grad = None
         return taken
 
+    def make_zeros(self, parameters: Collection[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Return zeros for those of ``parameters`` that have a gradient, by what it is the gradient of."""
+        updated = [self._shards.get(each, each) for each in parameters]
+        return {each: torch.zeros_like(each.grad) for each in updated if each.grad is not None}
+
     def norm(self) -> torch.Tensor:
         """Return the norm of all gradients over all ranks; it is computed once, unless they change."""
         if self._known_norm is not None and not self.are_changed():

@@ -171,8 +171,8 @@ class EngineOptimizer(Optimizer):
                 raise refuse_optimizer(self.inner) from error
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, unless they belong to a step that is not complete yet."""
-        self._step.zero_grad()
+        """Forget the gradients, or make them zero, unless they belong to a step that is not complete yet."""
+        self._step.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()

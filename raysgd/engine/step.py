@@ -6,6 +6,7 @@ optimizer uses them. Those of an unfinished one are hidden.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -126,7 +127,7 @@ class Step:
             self.model = model = pipeline
             pipeline.scale = self._begin_pipeline
         if self._optimizer is not None:
-            model.zero_grad = AttachedForward(model.zero_grad, lambda *_, **__: self.zero_grad(of_model=True))  # type: ignore[method-assign]
+            model.zero_grad = AttachedForward(model.zero_grad, functools.partial(self.zero_grad, of_model=True))  # type: ignore[method-assign]
         _steps.add(self)
         context.current().save_checks.append(weakref.WeakMethod(self.check_saved))
 
@@ -467,8 +468,14 @@ class Step:
         """Give all replicas the buffers of the first one. All ranks call it."""
         self._data_parallel.share_buffers(unwrap(self.composed.model))
 
-    def zero_grad(self, *, of_model: bool = False) -> None:
-        """Forget the gradients, of the optimizer's parameters or of all; unless the step is not complete yet."""
+    def zero_grad(self, set_to_none: bool = True, *, of_model: bool = False) -> None:
+        """Forget the gradients, of the optimizer's parameters or of all; unless the step is not complete yet.
+
+        Args:
+            set_to_none: There are none afterwards. Else they are zero: momentum and weight decay then change a parameter that
+                gets no other gradient.
+            of_model: Those of all.
+        """
         if self.is_complete:
             self._accumulation.discard()
             self._batches.end_step()
@@ -476,9 +483,13 @@ class Step:
         if self._accumulation.is_open:
             self.hidden.drop_strange(self._parameters.values())  # of the loss of another engine's model
         elif self._optimizer is not None:
+            dropped = [each for group in self._optimizer.param_groups for each in group["params"]]
+            dropped = list(self._parameters.values()) if of_model else dropped
+            zeros = {} if set_to_none else self._gradients.make_zeros(dropped)
             self._optimizer.zero_grad()
-            dropped = (each for group in self._optimizer.param_groups for each in group["params"])
-            self._data_parallel.shards.drop_gradients(self._parameters.values() if of_model else dropped)
+            self._data_parallel.shards.drop_gradients(dropped)
+            for each, gradient in zeros.items():
+                each.grad = gradient
 
     def should_schedule(self) -> bool:
         """Return whether a call of the scheduler counts now; it may come before the optimizer's step or after it."""

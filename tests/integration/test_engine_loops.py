@@ -44,6 +44,8 @@ def test_loops_train_to_the_weights_of_the_plain_loop_or_are_refused(judge: Judg
         (("EMA",), ("ZeRO 3", "bf16-true", "bf16-true, ZeRO 1")),
         (("gradient penalty",), ("DDP", "ZeRO 3", "tensor parallel", "accelerate, ZeRO 3")),
         (("unfreeze",), ("bf16, ZeRO 3", "bf16-true, ZeRO 3")),
+        (("freeze", "zeros"), ("DDP", "ZeRO 2", "ZeRO 3", "bf16-true", "tensor parallel")),
+        (("two losses", "unused"), ("ZeRO 3", "accelerate, ZeRO 3")),
         (("resume at a step",), ("accelerate, ZeRO 2", "accelerate, ZeRO 3")),
         (("resume on two ranks",), ("accelerate, ZeRO 2",)),
     ],

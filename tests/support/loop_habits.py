@@ -486,7 +486,10 @@ HABITS: dict[str, Habit] = {
         "losses",
         losses=penalize_gradients,
         refused=("ZeRO 3", "tensor"),
-        without=("other ranks",),
+        without=(
+            "other ranks",
+            "reads",
+        ),  # it gives the model other tensors: ambiguous, and refused, if batches are read ahead
     ),
     "zero_grad first": Habit("`zero_grad` before the forward pass", "zero_grad"),
     "zero_grad of the model": Habit("`model.zero_grad()`", "zero_grad"),
@@ -551,9 +554,10 @@ HABITS: dict[str, Habit] = {
         without=("pipeline",),
     ),
     "read weights": Habit("read weights, as for a log", "read weights", after=read_weights),
-    "save": Habit("save after any batch", "save", after=save),
+    # With Accelerate's interface there is `raysgd.save_checkpoint` alone, which is refused within a step.
+    "save": Habit("save after any batch", "save", after=save, without=("accelerate",)),
     "save at a step": Habit("save after a step", "save", after=save_at_steps),
-    "resume": Habit("resume after any batch", "resume"),
+    "resume": Habit("resume after any batch", "resume", without=("accelerate",)),
     "resume at a step": Habit("resume after a step", "resume"),
     "resume on one rank": Habit(
         "resume after a step, on one rank", "resume", net=("other ranks",), without=("divided",)
