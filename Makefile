@@ -84,7 +84,7 @@ schedules: $(TEST)  ## Ten thousand schedules of a run, without processes (a min
 	@RAYSGD_SCHEDULES=10000 $(BIN)/python -m pytest -q -n $(JOBS) tests/unit/test_controller_fuzz.py $(ARGS)
 
 # With another seed each night.
-loops: $(TEST)  ## Two thousand loops of users with the engine, against the plain loop (an hour on two busy cores)
+loops: $(TEST)  ## Two thousand loops of users with the engine, against the plain loop (10 minutes)
 	@RAYSGD_LOOPS=2000 RAYSGD_LOOPS_SEED=$(BEGAN) $(BIN)/python -m pytest -q tests/integration/test_engine_loops.py $(ARGS)
 
 soak: $(HOROVOD)  ## Kill and stop the processes of real runs at random times, and check what they leave (SOAK_S=1200 seconds)

@@ -421,7 +421,7 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 #: Of torch's own schedulers, those that do not take groups which are added later.
-OF_KNOWN_GROUPS = ("LambdaLR", "OneCycleLR", "CyclicLR", "CosineAnnealingWarmRestarts")
+OF_KNOWN_GROUPS = ("LambdaLR", "SequentialLR", "OneCycleLR", "CyclicLR", "CosineAnnealingWarmRestarts")
 #: Habits, and kinds of them, that loops with the stages of a pipeline may have: a rank has some layers, and the loss alone.
 OF_STAGES = {
     *("reads", "skip", "clip", "gradients", "zero_grad", "closure", "save", "groups", "schedule"),

@@ -34,8 +34,8 @@ from support.loop_models import VOCABULARY, Net, RowsFrom, make_llama
 
 RANKS = 2
 #: The largest difference of a number of 1 or so that rounding explains. Sums of two ranks are rounded in another order: a few
-#: units of 1.2e-7 in each of up to 14 steps. Numbers of bf16 have 8 bits, those of fp16 11.
-TOLERANCES = {"fp32": 3e-5, "bf16": 3e-2, "fp16": 5e-3, "bf16-true": 4e-2}
+#: units of 1.2e-7 in each of up to 14 steps. Numbers of bf16 have 8 bits, those of fp16 11; the plain loop is in fp32.
+TOLERANCES = {"fp32": 3e-5, "bf16": 6e-2, "fp16": 5e-3, "bf16-true": 6e-2}
 #: What the guide calls strategies by whose marks habits are refused.
 NAMES = {"all": "all strategies", "tensor": "tensor parallelism", "pipeline": "pipelines"}
 
