@@ -11,23 +11,9 @@ import torch.distributed as dist
 import raysgd
 from support.engine_models import batch, build
 from support.engine_steps import language_optimizer, mean_over_ranks, session_of
+from support.loop_models import TOO_LARGE, Multiply
 
 KIND = "gpt2"
-#: Makes a gradient of fp32 too large for fp16, not for fp32.
-_TOO_LARGE = 1e20
-
-
-class _Multiply(torch.autograd.Function):
-    """Multiplies gradients, not values."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.factor, None
 
 
 def _overflow_in(step: Any, is_on: Callable[[], bool]) -> None:
@@ -66,7 +52,7 @@ def train(
             if step not in overflows or rank != size - 1 or where != "backward":
                 return output
             is_tuple = isinstance(output, tuple)
-            first = _Multiply.apply(output[0] if is_tuple else output, _TOO_LARGE)
+            first = Multiply.apply(output[0] if is_tuple else output, TOO_LARGE)
             return (first, *output[1:]) if is_tuple else first
 
         model.transformer.h[-1].register_forward_hook(overflow)

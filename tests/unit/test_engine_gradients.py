@@ -10,13 +10,9 @@ import torch
 from torch import nn
 
 import raysgd
+from support.tiny_models import loss_of, make_model, weights
 
 pytestmark = pytest.mark.usefixtures("group")
-
-
-def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -27,18 +23,6 @@ def composed(**strategies: Any) -> tuple[raysgd.Engine, Any, Any]:
     engine, model = raysgd.Engine(**strategies), make_model()
     composed, optimizer, *_ = engine.compose(model=model, optimizer=sgd(model))
     return engine, composed, optimizer
-
-
-def batch(number: int) -> torch.Tensor:
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
-
-
-def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-    return model(batch(number)).square().mean()
-
-
-def weights(model: nn.Module) -> list[float]:
-    return torch.cat([each.detach().float().flatten() for each in model.parameters()]).tolist()
 
 
 def gradients(model: nn.Module) -> list[float]:

@@ -24,15 +24,11 @@ from raysgd.engine.precision import LossScale
 from raysgd.engine.tensor_parallel.placements import fsdp_shard_placement
 from raysgd.errors import ConfigError, UsageError
 from raysgd.torch.restoring import place_like
+from support.tiny_models import batch, loss_of, make_model, weights
 
 pytestmark = pytest.mark.usefixtures("group")
 
 STEPS = 6
-
-
-def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -44,18 +40,6 @@ def composed(make: Callable[[Any], Any] = adam, **strategies: Any) -> tuple[rays
     model = make_model()
     model, optimizer, *_ = engine.compose(model=model, optimizer=make(model))
     return engine, model, optimizer
-
-
-def batch(number: int) -> torch.Tensor:
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
-
-
-def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-    return model(batch(number)).square().mean()
-
-
-def weights(model: nn.Module) -> list[float]:
-    return torch.cat([each.detach().float().flatten() for each in model.parameters()]).tolist()
 
 
 def whole_weights(model: nn.Module) -> list[float]:

@@ -157,9 +157,8 @@ def swap(link: socket.socket, size: int, limit_s: float) -> tuple[int, float]:
 
     def send() -> None:
         left, chunk = size, memoryview(bytes(_CHUNK_BYTES))
-        with contextlib.suppress(
-            OSError
-        ):  # the other side has closed it, or the time is over: this side counts its own
+        # The other side has closed it, or the time is over: this side counts its own.
+        with contextlib.suppress(OSError):
             while left > 0 and time.monotonic() - begin < limit_s:
                 left -= link.send(chunk[:left])
 
