@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.checks import NO_AVERAGES, check_averages
 from raysgd.engine.data_parallel import DataParallel
 from raysgd.engine.local_tensors import local_of, make_data_settable
-from raysgd.engine.optimizer_shards import DividedShards
+from raysgd.engine.optimizer_shards import DividedShards, OptimizerShards
 from raysgd.engine.precision import DTYPES, widen_parameters
 from raysgd.engine.tensor_parallel import fsdp_shard_placement
 from raysgd.errors import ConfigError, UsageError
@@ -57,8 +57,8 @@ class FullySharded(DataParallel):
         make_data_settable()
         if replicas.size() > 1:
             self._use = ParameterUse(model, replicas.get_group(), is_free=is_free)
-            # FSDP cannot divide scalars, nor what the loop adds later: these are divided as with ZeRO 2.
-            self.shards = DividedShards(list(scalars), self._mesh(), is_early=self._is_early)
+            # FSDP cannot divide scalars. An optimizer that the loop makes itself updates them as they are.
+            self.shards = OptimizerShards(list(scalars), replicas.get_group(), is_early=self._is_early)
         self._divided = {each for each in model.parameters() if each.ndim}
         self._groups = list(_groups(model))
         for parameters in self._groups:
@@ -67,6 +67,11 @@ class FullySharded(DataParallel):
                 check = AttachedHook(functools.partial(_check_gathered, parameters, each))
                 each._module_info.module.register_forward_pre_hook(check)
         self._note(sharded, f"FSDP over {replicas.size()} ranks")
+
+    def make_shards(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._use is not None:  # scalars, and what the loop adds later, are divided as with ZeRO 2
+            scalars = [each for each in parameters if not each.ndim]
+            self.shards = DividedShards(scalars, self._mesh(), is_early=self._is_early)
 
     def parameters_of(self, model: nn.Module) -> Mapping[str, nn.Parameter]:
         if any(each.is_unsharded for each in self._groups):

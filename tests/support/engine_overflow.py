@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import raysgd
+from raysgd.engine.local_tensors import local_of
 from support.engine_models import batch, build
 from support.engine_steps import language_optimizer, mean_over_ranks, session_of
 from support.loop_models import TOO_LARGE, Multiply
@@ -22,7 +23,11 @@ def _overflow_in(step: Any, is_on: Callable[[], bool]) -> None:
 
     def overflowing() -> None:
         if is_on():
-            local = (getattr(each, "_local_tensor", each) for each in reversed(step._gradients.found()))
+            elsewhere = (
+                step._gradients._counted_elsewhere
+            )  # the same gradient is on another stage, whose norm counts it
+            updated = [each for each in reversed(step._gradients.updated()) if id(each) not in elsewhere]
+            local = (local_of(each.grad) for each in updated if each.grad is not None)
             next(each for each in local if each.numel()).view(-1)[:1] = torch.inf
         finish()
 

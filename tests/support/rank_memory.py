@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from support.planned_models import small_models
@@ -78,9 +79,10 @@ def _measure(model: Any, batch: dict[str, Any], strategy: str, mesh: Any) -> dic
     held["kept_activations"] = kept.num_bytes
     if shards is not None:
         shards.collect_gradients()
-    updated = [one for group in optimizer.param_groups for one in group["params"]]
+    updated = [] if shards is None else shards.tensor_of.values()
     held["gradients"] = _count_bytes(one.grad for one in {*updated, *model.parameters()} if one.grad is not None)
-    optimizer.step()
+    with nullcontext() if shards is None else shards.in_place(optimizer, with_gradients=True):
+        optimizer.step()
     states = [one for state in optimizer.state.values() for one in state.values()]
     held["optimizer"] = _count_bytes(states)
     known = {_local(one).untyped_storage().data_ptr() for one in model.parameters()}
