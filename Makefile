@@ -128,7 +128,7 @@ bench: $(HOROVOD)  ## Compare raysgd with Ray Train and others; results go to do
 	@$(BIN)/python benchmarks/tune.py
 	@$(BIN)/python benchmarks/backends.py
 	@$(BIN)/python benchmarks/engine.py
-	@$(BIN)/python benchmarks/pipeline.py
+	@$(BIN)/python benchmarks/functions.py
 	@$(BIN)/python benchmarks/logical.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/declarative.py
 
@@ -189,7 +189,7 @@ $(TEST): $(LINT)
 
 $(JAX): $(TEST)
 	@echo "set-up: JAX (some hundred MB more)"
-	@$(INSTALL) -e '.[jax,pipeline,flax]'
+	@$(INSTALL) -e '.[jax,functions,flax]'
 	@touch $@
 
 $(TENSORFLOW): $(JAX)

@@ -26,8 +26,8 @@ EXTRAS = {
     # TensorFlow's strategies. Horovod has to be built: doc/guides/backends.md.
     "tensorflow": ["tensorflow>=2.21", "tf_keras>=2.21"],
     "jax": ["jax>=0.10; python_version >= '3.11'"],
-    "pipeline": ["jax>=0.10; python_version >= '3.11'", "optax>=0.2.8; python_version >= '3.11'"],
-    # Models for the pipeline, in its tests and examples. A pipeline itself works with any tree of arrays.
+    "functions": ["jax>=0.10; python_version >= '3.11'", "optax>=0.2.8; python_version >= '3.11'"],
+    # Models for the functions, in tests and examples. They work with any tree of arrays.
     "flax": ["flax>=0.12; python_version >= '3.11'"],
     "mlflow": ["mlflow>=3.0"],
     "wandb": ["wandb>=0.19"],

@@ -13,8 +13,8 @@ if _typing.TYPE_CHECKING:
         declarative,
         engine,
         errors,
+        functions,
         jax,
-        pipeline,
         tensorflow,
         torch,
         tune_integration,
@@ -95,7 +95,7 @@ _PACKAGES = (
     "engine",
     "errors",
     "jax",
-    "pipeline",
+    "functions",
     "tensorflow",
     "torch",
     "tune_integration",
@@ -113,7 +113,7 @@ __all__ = [  # noqa: RUF022 - in the order of the documentation
     "in_worker", "local",
     "load_run", "compare_runs",
     "Engine", "EngineConfig", "accelerate",
-    "backends", "callbacks", "data", "declarative", "engine", "errors", "jax", "pipeline", "tensorflow", "torch",
+    "backends", "callbacks", "data", "declarative", "engine", "errors", "jax", "functions", "tensorflow", "torch",
     "tune_integration",
 ]  # fmt: skip
 

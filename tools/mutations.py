@@ -43,7 +43,7 @@ PAGE = ROOT / "doc" / "design" / "0054-mutations.md"
 FOLDERS = {
     "raysgd/engine": "test_engine_*",
     "raysgd/declarative": "test_declarative_* test_cli_train test_cli_plan",
-    "raysgd/pipeline/worker": "test_pipeline_* test_jax_*",
+    "raysgd/functions/worker": "test_functions_* test_jax_*",
     "raysgd/controller/policies": "test_controller_* test_config test_promised_numbers",
     "raysgd/controller/machine": "test_controller_* test_promised_numbers",
     "raysgd/session": "test_session_* test_promised_numbers test_torch_logical test_jax_logical test_cli_checkpoints",
@@ -575,7 +575,7 @@ def main() -> int:
     os.environ["PYTHONPATH"] = str(ROOT)
     BUILD.mkdir(parents=True, exist_ok=True)
     folders = arguments.folders or list(FOLDERS)
-    for name in (*PRELOADED, *(("jax",) if any("pipeline" in each for each in folders) else ())):
+    for name in (*PRELOADED, *(("jax",) if any("functions" in each for each in folders) else ())):
         importlib.import_module(name)
     began, share_s = time.monotonic(), arguments.limit_s / len(folders)
     results = [

@@ -14,8 +14,8 @@ FRAMEWORKS = ("horovod", "jax", "tensorflow", "torch")
 # Packages, and modules, that are made for one framework, and may load it.
 OF_A_FRAMEWORK = (
     "raysgd.torch.", "raysgd.tensorflow.", "raysgd.jax.", "raysgd.engine.",
-    "raysgd.pipeline.worker.", "raysgd.pipeline.checkpoints.", "raysgd.pipeline.schedules.", "raysgd.pipeline.trees.",
-    "raysgd.pipeline.sharding.",
+    "raysgd.functions.worker.", "raysgd.functions.checkpoints.", "raysgd.functions.schedules.", "raysgd.functions.trees.",
+    "raysgd.functions.sharding.",
     "raysgd.declarative.components.", "raysgd.declarative.loop.",
 )  # fmt: skip
 

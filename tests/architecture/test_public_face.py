@@ -42,7 +42,7 @@ PUBLIC = {
         HookMapConfig LRSchedulerConfig LogConfig ModelConfig OptimizerConfig TrainHook TrainerArgs evaluate load_args
         merge_checkpoint train
     """.split(),
-    "raysgd.pipeline": """
+    "raysgd.functions": """
         Deployer FitResult Predictor Trainer
     """.split(),
     "raysgd.torch": """
@@ -71,7 +71,7 @@ PUBLIC = {
     """.split(),
 }
 PACKAGES = [
-    "backends", "callbacks", "data", "declarative", "engine", "errors", "jax", "pipeline", "tensorflow", "torch",
+    "backends", "callbacks", "data", "declarative", "engine", "errors", "jax", "functions", "tensorflow", "torch",
     "tune_integration",
 ]  # fmt: skip
 FRAMEWORKS = {"raysgd.torch": "torch", "raysgd.engine": "torch", "raysgd.jax": "jax", "raysgd.tensorflow": "tensorflow"}

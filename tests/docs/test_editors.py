@@ -27,7 +27,7 @@ FRAMEWORKS = {
     "tensorflow": "tensorflow",
 }
 #: Its scripts import modules next to them: the folder of a script is in its path.
-SHARED = ROOT / "examples" / "pipeline"
+SHARED = ROOT / "examples" / "functions"
 SETTINGS: dict[str, Any] = {
     "typeCheckingMode": "standard",
     # The examples show the usual way: what may be None there fails with an error that says so.

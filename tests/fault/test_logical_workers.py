@@ -44,7 +44,7 @@ def test_bits_are_those_of_one_worker_through_ten_deaths(ray_cluster: Any, tmp_p
 
 @pytest.mark.jax
 def test_bits_are_those_of_one_worker_through_deaths_with_jax(ray_cluster: Any, tmp_path: Path) -> None:
-    pytest.importorskip("optax", reason="optax is not installed: pip install raysgd[pipeline]")
+    pytest.importorskip("optax", reason="optax is not installed: pip install raysgd[functions]")
     config = {"num_steps": 24, "deaths": {"5": 1, "13": 0}, "folder": str(tmp_path)}
     settings: dict[str, Any] = {"seed": 3, "deterministic": True, "logical_workers": 6}
     data = make_data("conv", 100)

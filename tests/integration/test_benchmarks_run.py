@@ -166,12 +166,12 @@ def test_training_by_a_file_is_compared_with_a_loop_by_hand(tmp_path: Path) -> N
 
 
 @pytest.mark.benchmark
-def test_pipeline_is_compared_with_a_loop_by_hand(tmp_path: Path) -> None:
-    pytest.importorskip("optax", reason="optax is not installed: pip install raysgd[pipeline]")
-    document = run("pipeline.py", output=tmp_path, file="pipeline.json")
+def test_functions_are_compared_with_a_loop_by_hand(tmp_path: Path) -> None:
+    pytest.importorskip("optax", reason="optax is not installed: pip install raysgd[functions]")
+    document = run("functions.py", output=tmp_path, file="functions.json")
     for found in document["steps"].values():
         assert found["ms"].keys() == {"by_hand", "by_hand_again", "raysgd"}
         assert all(each > 0 for times in found["ms"].values() for each in times)
         assert found["compilations"] == found["shapes"] == 2
     assert all(each > 0 for each in document["shuffle_s"])
-    assert "| 4 devices, 2 model shards |" in (tmp_path / "pipeline.md").read_text(encoding="utf-8")
+    assert "| 4 devices, 2 model shards |" in (tmp_path / "functions.md").read_text(encoding="utf-8")

@@ -95,7 +95,7 @@ def test_trials_of_a_search_differ_by_their_learning_rate_alone(ray_cluster: Any
 
 @pytest.mark.jax
 def test_the_same_bits_with_jax(ray_cluster: Any, tmp_path: Path) -> None:
-    pytest.importorskip("optax", reason="optax is not installed: pip install raysgd[pipeline]")
+    pytest.importorskip("optax", reason="optax is not installed: pip install raysgd[functions]")
     found = []
     for num_workers in (1, 3):
         with make_trainer(

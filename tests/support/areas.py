@@ -189,9 +189,9 @@ AREAS: dict[str, Area] = {
         ),
     ),
     "declarative": Area(("raysgd/declarative",), ("integration/test_declarative_runs.py",)),
-    "pipeline": Area(
-        ("raysgd/pipeline",),
-        ("docs/test_pipeline_examples.py", "integration/test_pipeline_runs.py"),
+    "functions": Area(
+        ("raysgd/functions",),
+        ("docs/test_functions_examples.py", "integration/test_functions_runs.py"),
     ),
     "docs": Area(
         ("doc", "examples", "README.md"),

@@ -1,0 +1,31 @@
+"""Five functions: training and prediction with JAX on any number of devices, data and tensor parallel by one number.
+
+The names are resolved on first use, and importing the package loads no JAX. Modules of the worker's side import it.
+"""
+
+import importlib as _importlib
+import typing as _typing
+
+if _typing.TYPE_CHECKING:
+    from raysgd.functions.deployer import Deployer
+    from raysgd.functions.predictor import Predictor
+    from raysgd.functions.trainer import FitResult, Trainer
+
+_MODULE_OF = {
+    "Deployer": "raysgd.functions.deployer",
+    "FitResult": "raysgd.functions.trainer",
+    "Predictor": "raysgd.functions.predictor",
+    "Trainer": "raysgd.functions.trainer",
+}
+
+__all__ = ["Deployer", "FitResult", "Predictor", "Trainer"]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

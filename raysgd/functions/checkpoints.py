@@ -1,0 +1,121 @@
+"""Checkpoints that a script saves and loads itself, in the driver. Arrays are NumPy's; no JAX array is made.
+
+They have the format of all checkpoints, so `Predictor.predict` and ``fit(resume_from=...)`` take them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from raysgd._util.text import with_article
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore
+from raysgd.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from raysgd.functions.trees import as_arrays, as_nested_dict, as_numpy, float_name, from_nested_dict, shapes_of
+from raysgd.session.local import LocalSession
+
+
+def save(folder: str, params: Any, opt_state: Any, float_dtype: Any, info: Mapping[str, Any]) -> Checkpoint:
+    """Save a checkpoint in a folder, in place of the one that is there; see `Deployer.save_ckpt`."""
+    convert = _converter(float_dtype)
+    state: dict[str, Any] = {"params": as_nested_dict(convert(as_numpy(params)))}
+    if opt_state is not None:
+        state["opt_state"] = as_nested_dict(convert(as_arrays(opt_state)))
+    kept = {name: _plain(value) for name, value in info.items()}
+    store = CheckpointStore(Storage.from_uri(folder))
+    session = LocalSession(folder)
+    session.save_checkpoint(
+        {"train_state": state, "info": kept}, files=False, metrics=None, all_ranks=False, allow_pickle=False
+    )
+    newest = store.list()[-1]
+    for number in store.numbers():
+        if number < newest.number:
+            store.delete(number)
+    return Checkpoint.of_manifest(store.path(newest.number), newest)
+
+
+def find(folder: str) -> Checkpoint:
+    """Return the checkpoint at a path, or the newest one in a folder that `save` wrote to.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+    """
+    try:
+        return Checkpoint.from_path(folder)
+    except CheckpointNotFoundError:
+        store = CheckpointStore(Storage.from_uri(folder))
+        manifests = store.list()
+        if not manifests:
+            raise
+        return Checkpoint.from_path(store.path(manifests[-1].number))
+
+
+def load(
+    checkpoint: Checkpoint,
+    *,
+    optimizer: Any,
+    float_dtype: Any,
+    load_params: bool,
+    load_opt_state: bool,
+    update_rng: bool,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Load a checkpoint of `raysgd.functions`; see `Deployer.load_ckpt`."""
+    saved = checkpoint.load()
+    if not isinstance(saved, Mapping) or "train_state" not in saved:
+        raise CheckpointError(f"{checkpoint.path} is not a checkpoint of raysgd.functions: it has no train_state.")
+    state, convert = saved["train_state"], _converter(float_dtype)
+    params = convert(state["params"])
+    found: dict[str, Any] = {"params": params if load_params else None, "opt_state": None}
+    if load_opt_state and optimizer is not None and "opt_state" in state:
+        like = jax.eval_shape(optimizer.init, shapes_of(params))
+        found["opt_state"] = convert(from_nested_dict(state["opt_state"], like))
+    info = dict(saved.get("info", {}))
+    if "step" in state:
+        info["step"] = int(state["step"])
+    if (progress := saved.get("progress")) is not None:
+        info["epoch_idx"] = progress["history"][-1]["epoch"] if progress["history"] else -1
+    if update_rng and "rng" in state:
+        info["rng"] = np.asarray(state["rng"])
+    return found, info
+
+
+def check_info(info: Any) -> tuple[Any, int, Any]:
+    """Return the step, the epoch and the random key of ``last_ckpt_info``; those that it lacks are of a beginning.
+
+    Raises:
+        ConfigError: It is not such information.
+    """
+    if not isinstance(info, Mapping):
+        raise ConfigError(
+            f"last_ckpt_info is {with_article(type(info).__name__)}; give the second value that deployer.load_ckpt returned."
+        )
+    numbers = []
+    for name, default in (("step", 0), ("epoch_idx", -1)):
+        value = info.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < default:
+            raise ConfigError(f"last_ckpt_info has {name}={value!r:.50}; give a whole number, {default} or more.")
+        numbers.append(int(value))
+    rng = info.get("rng")
+    return np.asarray(numbers[0], np.int32), numbers[1], None if rng is None else np.asarray(rng, np.uint32)
+
+
+def _converter(float_dtype: Any) -> Any:
+    """Return a function that converts the floats of a tree."""
+    if float_dtype is None:
+        return lambda tree: tree
+    dtype = np.dtype(jax.numpy.dtype(float_name("float_dtype", float_dtype)))
+
+    def convert(leaf: Any) -> Any:
+        is_float = jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+        return leaf.astype(dtype) if is_float else leaf
+
+    return lambda tree: jax.tree.map(convert, tree)
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else np.asarray(value)

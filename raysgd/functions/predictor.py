@@ -1,0 +1,147 @@
+"""`Predictor`: predictions for examples, in their order. Driver side; it imports no JAX by itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raysgd._util.imports import import_optional
+from raysgd._util.tracebacks import leaves_raysgd
+from raysgd.callbacks.base import Callback
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.config.argument_names import refuse_unknown
+from raysgd.config.checks import check_count
+from raysgd.errors import ConfigError
+from raysgd.functions.deployer import Deployer
+from raysgd.functions.examples import check_callable, check_examples
+from raysgd.functions.settings import PredictSettings
+from raysgd.functions.tasks import PredictTask
+from raysgd.workers.pickling import dumps, dumps_named
+
+#: What can be given as parameters: a tree, or a checkpoint of `raysgd.functions`.
+Params = Any
+#: Returns where parameters are, the path of a checkpoint or a state, and the tree of their shapes.
+FindParams = Callable[[], tuple[str | None, Any, Any]]
+
+
+_PREDICT_HINTS = {
+    **dict.fromkeys(("params_replicated", "params_sharded"), "leave it out; parameters are placed in the workers"),
+    "desc": "leave it out; the run has its name in the progress",
+    "batch_size": "use per_device_batch_size=",
+}
+
+
+class Predictor:
+    """Predicts with a model on all devices of a `Deployer`.
+
+    Args:
+        deployer: The devices.
+        collate_fn: ``collate_fn(examples)`` returns a tree of arrays with one row for each example.
+        pred_fn: ``pred_fn(pred_rng, params, batch)`` returns a tree of arrays with one row for each example.
+        output_fn: ``output_fn(batch_preds)`` returns a list with one output for each row. None: the rows themselves.
+        params_sharding_rules: As for `Trainer`.
+    """
+
+    @leaves_raysgd
+    @refuse_unknown("Predictor")
+    def __init__(
+        self,
+        deployer: Deployer,
+        collate_fn: Callable[[list[Any]], Any],
+        pred_fn: Callable[..., Any],
+        output_fn: Callable[[Any], Any] | None = None,
+        params_sharding_rules: Any = None,
+    ) -> None:
+        self.deployer = check_deployer(deployer)
+        self._rules = params_sharding_rules
+        self._find_params: FindParams | None = None
+        self.functions = {
+            "collate_fn": check_callable("collate_fn", collate_fn, "collate_fn(examples)"),
+            "pred_fn": check_callable("pred_fn", pred_fn, "pred_fn(pred_rng, params, batch)"),
+            "output_fn": check_callable("output_fn", output_fn, "output_fn(batch_preds)", may_be_none=True),
+        }
+
+    def _use_params_of(self, find_params: FindParams) -> Predictor:
+        """Predict with the parameters that this function finds, unless others are given; returns itself."""
+        self._find_params = find_params
+        return self
+
+    @leaves_raysgd
+    @refuse_unknown("Predictor.predict", _PREDICT_HINTS)
+    def predict(
+        self,
+        examples: Sequence[Any],
+        params: Params = None,
+        per_device_batch_size: int = 1,
+        *,
+        callbacks: Sequence[Callback] = (),
+    ) -> list[Any]:
+        """Return an output for each example, in their order.
+
+        Args:
+            examples: A list, or another sequence with a length.
+            params: A tree of arrays, or a checkpoint of `Trainer.fit` or its path. None: the newest parameters of the Trainer
+                whose `Trainer.get_default_predictor` made this Predictor. Any other Predictor gets the parameters of a
+                checkpoint as nested dicts.
+            per_device_batch_size: Rows of a batch for each replica of the model. The last batch is filled up with copies of an
+                example, and their outputs are dropped.
+            callbacks: Callbacks of the run.
+
+        Raises:
+            ConfigError: An argument cannot work, or a function returned another number of rows.
+            Exception: What one of the functions raised.
+        """
+        check_count("per_device_batch_size", per_device_batch_size, minimum=1)
+        dataset = {"examples": check_examples("examples", examples)}
+        import_optional("jax", "functions")
+        import_optional("optax", "functions")
+        from raysgd.functions.sharding import own_rules
+        from raysgd.functions.trees import as_nested_dict, as_numpy, shapes_of
+
+        path, state, like = None, None, None
+        if params is None:
+            if self._find_params is None:
+                raise ConfigError("predict() needs params=...: this Predictor was not made by a Trainer.")
+            path, state, like = self._find_params()
+        elif isinstance(params, (str, os.PathLike, Checkpoint)):
+            path = checkpoint_path(params)
+            like = None if self._find_params is None else self._find_params()[2]
+        else:
+            tree = as_numpy(params)
+            state, like = {"train_state": {"params": as_nested_dict(tree)}}, shapes_of(tree)
+        parts = {**self.functions, "rules": own_rules(self._rules)}
+        settings = PredictSettings(
+            jax_seed=self.deployer.jax_seed,
+            n_model_shards=self.deployer.n_model_shards,
+            num_workers=self.deployer.num_workers,
+            start=path,
+            per_device_batch_size=per_device_batch_size,
+        )
+        task = PredictTask(dumps_named(parts, "the predictor's functions"), dumps(like), settings)
+        config = {"num_examples": len(examples), "per_device_batch_size": per_device_batch_size}
+        found: list[Any] = self.deployer.runs.run(task, config, dataset, start=state, callbacks=callbacks)
+        return found
+
+
+def check_deployer(deployer: Any) -> Deployer:
+    """Check the argument ``deployer``.
+
+    Raises:
+        ConfigError: It is not a Deployer.
+    """
+    if not isinstance(deployer, Deployer):
+        raise ConfigError(f"deployer={deployer!r:.80} is not a raysgd.functions.Deployer; make one first.")
+    return deployer
+
+
+def checkpoint_path(given: str | os.PathLike[str] | Checkpoint) -> str:
+    """Return the path of a checkpoint, or of the one that a link leads to.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+    """
+    checkpoint = given if isinstance(given, Checkpoint) else Checkpoint.from_path(given)
+    if checkpoint.path is None:
+        raise ConfigError("the checkpoint is in memory only: give one that is on storage, or a tree of arrays.")
+    return checkpoint.path

@@ -1,0 +1,584 @@
+"""`Trainer` and `FitResult`: training by functions. Driver side; it imports no JAX by itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from raysgd._util.imports import import_optional
+from raysgd._util.logs import get_logger
+from raysgd._util.tracebacks import leaves_raysgd
+from raysgd.callbacks.base import Callback
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.checkpoint.links import find_best, list_manifests
+from raysgd.checkpoint.retention import RetentionPolicy
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.config import CheckpointConfig
+from raysgd.config.argument_names import refuse_unknown
+from raysgd.config.checks import check_bool, check_count
+from raysgd.config.run import ScoreOrder
+from raysgd.errors import CheckpointNotFoundError, ConfigError
+from raysgd.functions.deployer import Deployer
+from raysgd.functions.examples import check_callable, check_examples
+from raysgd.functions.metrics import TRAIN_LOSS, check_metric_names, reported_name
+from raysgd.functions.predictor import Predictor, check_deployer, checkpoint_path
+from raysgd.functions.settings import FitSettings
+from raysgd.functions.tasks import EvalLossTask, FitTask
+from raysgd.workers.pickling import dumps, dumps_named
+
+#: Fields of `CheckpointConfig` that the arguments of fit decide.
+_DECIDED = ("num_to_keep", "score_attribute", "score_order", "keep_best", "links")
+#: As the interval of storage: no checkpoint has a number that is a multiple of it, so all stay in memory.
+_NEVER = 2**31
+_TRAINER_HINTS = {
+    "params_sharded": "leave it out; parameters are sharded in the workers",
+    "opt_state_sharded": "leave it out; the state is sharded in the workers",
+    "lr": "give it to the optimizer",
+}
+_FIT_HINTS = {
+    "batch_size": "use per_device_batch_size=",
+    "epochs": "use n_epochs=",
+    "dataset": "use train_examples=",
+}
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """The results of a training.
+
+    Attributes:
+        metrics: The metrics of the last epoch: ``train_loss``, and those of the evaluation as ``eval_loss`` and so on.
+        history: The metrics of each epoch.
+        num_steps: The number of updates so far.
+        num_compilations: How often each step was compiled, by name: once for each shape of a batch.
+        checkpoints: ``last``, ``epoch_0`` and so on, and ``min_loss`` or ``max_accuracy`` for the best ones: those that fit was
+            asked to keep.
+        run_dir: The folder of the run.
+    """
+
+    metrics: dict[str, Any]
+    history: list[dict[str, Any]] = field(repr=False)
+    num_steps: int
+    num_compilations: dict[str, int] = field(repr=False)
+    checkpoints: dict[str, Checkpoint]
+    run_dir: str | None
+    _trainer: Trainer = field(repr=False)
+    _source: tuple[str | None, Any] = field(repr=False)
+
+    @property
+    def params(self) -> Any:
+        """The trained parameters as NumPy arrays, loaded when they are asked for."""
+        return self._trainer._load_params(*self._source)
+
+
+class Trainer:
+    """Trains a model on all devices of a `Deployer`.
+
+    Args:
+        deployer: The devices.
+        collate_fn: ``collate_fn(examples)`` gets a list of examples as they were given, and returns a tree of arrays with one
+            row for each.
+        loss_fn: ``loss_fn(train_rng, state, params, batch, is_training)`` returns a scalar, the mean over the rows of its
+            batch, or ``(loss_sum, weight)``, where the weight counts what the loss is a mean of, such as tokens.
+        params: The tree of parameters, made with JAX or NumPy. It is sent to the workers as NumPy arrays.
+        optimizer: A transformation of optax, but not `optax.MultiSteps`.
+        apply_fn: Becomes ``state.apply_fn``.
+        params_sharding_rules: The result of `Deployer.get_sharding_rules`, or own rules ``(regular expression,
+            PartitionSpec)``, which are searched in the paths of parameters. Parameters without a rule are sharded by the
+            names of layers.
+        lr_schedule_fn: The schedule that the optimizer was made with, from the number of updates to the learning rate. It is
+            used for the metric ``learning_rate`` alone.
+        accumulate_grad_batches: The number of parts that a batch is computed in, one after the other, to save memory. The
+            updates are the same.
+        compute_dtype: The type that parameters are converted to for ``loss_fn``, such as ``"bfloat16"``. Parameters, updates and
+            checkpoints keep their own. None: no conversion.
+        train_step_fn: An own step in place of loss, gradient and update: ``train_step_fn(rng, state, batch, loss_fn,
+            lr_schedule_fn, mesh, compute_dtype)`` is called by these names, with the whole batch of all devices, and returns
+            ``(state.apply_gradients(grads=grads), {"loss": loss})``; the dict may have more scalars. XLA splits its work, so it
+            needs no collectives.
+        opt_state: The state of the optimizer to begin with, as `Deployer.load_ckpt` returns it.
+        last_ckpt_info: The information that `Deployer.load_ckpt` returns. The training begins after its epoch, with its step
+            and random key, and the first fit ends after ``n_epochs`` epochs in all.
+
+    Raises:
+        ConfigError: An argument cannot work.
+        ImportError: JAX or optax is not installed.
+    """
+
+    @leaves_raysgd
+    @refuse_unknown("Trainer", _TRAINER_HINTS)
+    def __init__(
+        self,
+        deployer: Deployer,
+        collate_fn: Callable[[list[Any]], Any],
+        loss_fn: Callable[..., Any],
+        params: Any,
+        optimizer: Any,
+        apply_fn: Any = None,
+        params_sharding_rules: Any = None,
+        lr_schedule_fn: Callable[[Any], Any] | None = None,
+        accumulate_grad_batches: int | None = None,
+        *,
+        compute_dtype: Any = None,
+        train_step_fn: Callable[..., Any] | None = None,
+        opt_state: Any = None,
+        last_ckpt_info: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.deployer = check_deployer(deployer)
+        if accumulate_grad_batches is not None:
+            check_count("accumulate_grad_batches", accumulate_grad_batches, minimum=1)
+            if train_step_fn is not None and accumulate_grad_batches > 1:
+                raise ConfigError(
+                    "accumulate_grad_batches and train_step_fn exclude each other: an own step gets the whole batch; let it "
+                    "compute the batch in parts."
+                )
+        if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+            raise ConfigError(
+                f"optimizer={optimizer!r:.80} is not an optimizer of optax: give one such as optax.adam(1e-3)."
+            )
+        import_optional("jax", "functions")
+        import_optional("optax", "functions")
+        from raysgd.functions.sharding import own_rules, plan_sharding
+        from raysgd.functions.trees import float_name, shapes_of
+
+        self._accumulate = accumulate_grad_batches
+        self._compute_dtype = None if compute_dtype is None else float_name("compute_dtype", compute_dtype)
+        self._first_epoch = 0
+        self._counts_epochs_in_all = last_ckpt_info is not None
+        self.set_params(params)
+        self._begin_after(opt_state, last_ckpt_info)
+        like = shapes_of(self._tree)
+        self._parts = {
+            "collate_fn": check_callable("collate_fn", collate_fn, "collate_fn(examples)"),
+            "loss_fn": check_callable("loss_fn", loss_fn, "loss_fn(train_rng, state, params, batch, is_training)"),
+            "optimizer": optimizer,
+            "train_step_fn": check_callable(
+                "train_step_fn", train_step_fn, "train_step_fn(rng, state, batch, loss_fn, ...)", may_be_none=True
+            ),
+            "apply_fn": apply_fn,
+            "lr_schedule_fn": check_callable(
+                "lr_schedule_fn", lr_schedule_fn, "lr_schedule_fn(step)", may_be_none=True
+            ),
+            "rules": own_rules(params_sharding_rules),
+        }
+        self._like = like
+        plan_sharding(like, deployer.axis_sizes, self._parts["rules"])  # its errors, before workers start
+
+    # ---------------------------------------------------------------------------------------------------- parameters
+
+    def set_params(self, params: Any) -> None:
+        """Train from these parameters on, with a new state of the optimizer and at step 0.
+
+        Raises:
+            ConfigError: A leaf is not an array of floating-point numbers.
+        """
+        from raysgd.functions.trees import as_nested_dict, as_numpy
+
+        self._tree = as_numpy(params)
+        #: The newest state: the path of a checkpoint, or nested dicts of NumPy arrays.
+        self._newest: tuple[str | None, Any] = None, {"train_state": {"params": as_nested_dict(self._tree)}}
+
+    def _begin_after(self, opt_state: Any, info: Mapping[str, Any] | None) -> None:
+        """Begin with a state of the optimizer, and after the epoch of a checkpoint."""
+        from raysgd.functions.checkpoints import check_info
+        from raysgd.functions.trees import as_arrays, as_nested_dict
+
+        if opt_state is None and info is None:
+            return
+        step, epoch, rng = check_info(info or {})
+        self._first_epoch = epoch + 1
+        state = self._newest[1]["train_state"]
+        state["step"] = step
+        if rng is not None:
+            state["rng"] = rng
+        if opt_state is not None:
+            state["opt_state"] = as_nested_dict(as_arrays(opt_state))
+
+    @property
+    def params(self) -> Any:
+        """The newest parameters, as NumPy arrays."""
+        return self._load_params(*self._newest)
+
+    def _load_params(self, path: str | None, state: Any) -> Any:
+        """Return the tree of parameters of a checkpoint, or of a state."""
+        from raysgd.functions.trees import from_nested_dict
+
+        saved = state if path is None else Checkpoint.from_path(path).load()
+        return from_nested_dict(saved["train_state"]["params"], self._like)
+
+    def _newest_params(self) -> tuple[str | None, Any, Any]:
+        """Return where the newest parameters are, for a `Predictor`: a path or a state, and their shapes."""
+        path, state = self._newest
+        if path is None:
+            state = {"train_state": {"params": state["train_state"]["params"]}}
+        return path, state, self._like
+
+    @leaves_raysgd
+    def get_default_predictor(
+        self, pred_fn: Callable[..., Any], output_fn: Callable[[Any], Any] | None = None
+    ) -> Predictor:
+        """Return a Predictor that has this Trainer's ``collate_fn``, and its newest parameters unless others are given.
+
+        Args:
+            pred_fn: As for `Predictor`.
+            output_fn: As for `Predictor`.
+        """
+        predictor = Predictor(self.deployer, self._parts["collate_fn"], pred_fn, output_fn, self._parts["rules"])
+        return predictor._use_params_of(self._newest_params)
+
+    # ---------------------------------------------------------------------------------------------------- training
+
+    @leaves_raysgd
+    @refuse_unknown("Trainer.fit", _FIT_HINTS)
+    def fit(
+        self,
+        train_examples: Sequence[Any] | Callable[[int], Sequence[Any]],
+        per_device_batch_size: int,
+        n_epochs: int,
+        eval_examples: Sequence[Any] | None = None,
+        eval_per_device_batch_size: int | None = None,
+        eval_loss: bool = True,
+        eval_predictor: Predictor | None = None,
+        eval_metric_fn: Callable[[list[Any], list[Any]], Mapping[str, Any]] | None = None,
+        eval_sanity_check: bool = True,
+        save_every_ckpt: bool = False,
+        save_last_ckpt: bool = False,
+        save_argmin_ckpt_by_metrics: Sequence[str] | None = None,
+        save_argmax_ckpt_by_metrics: Sequence[str] | None = None,
+        save_opt_states: bool = True,
+        *,
+        save_ckpt_every_k_epochs: int | None = None,
+        save_float_dtype: Any = None,
+        save_every_n_steps: int | None = None,
+        resume_from: str | os.PathLike[str] | Checkpoint | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> FitResult:
+        """Train for a number of epochs, evaluate after each, and keep checkpoints.
+
+        A second fit continues with the parameters, the optimizer's state and the epoch at which the first one ended.
+
+        Args:
+            train_examples: A list, or another sequence with a length. Each epoch has all of them once, in an order of its own
+                that does not depend on the number of workers; the last batch has those that are left. Or a function
+                ``train_examples(epoch_idx)`` that returns them: every worker calls it when an epoch begins, or is resumed, and
+                all must get the same.
+            per_device_batch_size: Rows of a batch for each replica of the model. All replicas together take a batch.
+            n_epochs: The number of epochs.
+            eval_examples: The examples that are evaluated after each epoch.
+            eval_per_device_batch_size: Rows of a batch in the evaluation. None: ``per_device_batch_size``.
+            eval_loss: Whether the loss is evaluated, with ``is_training=False``.
+            eval_predictor: Predicts ``eval_examples``.
+            eval_metric_fn: ``eval_metric_fn(examples, preds)`` returns a dict of metrics. It is called on rank 0.
+            eval_sanity_check: Whether to evaluate one batch before the first step, to find mistakes. It does not change the
+                training.
+            save_every_ckpt: Keep the checkpoint of each epoch.
+            save_last_ckpt: Keep the newest checkpoint.
+            save_argmin_ckpt_by_metrics: Keep the best checkpoint by each of these metrics, whose lowest value is best:
+                ``loss`` of the evaluation, what ``eval_metric_fn`` returns, or ``train_loss``.
+            save_argmax_ckpt_by_metrics: The same for metrics whose highest value is best.
+            save_opt_states: Whether checkpoints have the state of the optimizer. Without it, a training that resumes, also after
+                a failure, starts with a new one; the step and the schedule continue.
+            save_ckpt_every_k_epochs: Keep the checkpoint of every so many epochs, and the newest. The others are deleted when fit
+                ends.
+            save_float_dtype: The type of parameters in checkpoints, such as ``"bfloat16"``. They are converted when loaded.
+            save_every_n_steps: Save in addition after every so many steps, to lose less after a failure.
+            resume_from: Continue the training that this checkpoint is of, with any number of workers and shards, up to
+                ``n_epochs`` epochs in all; ``"last"`` is the newest one in ``workdir``.
+            callbacks: Further callbacks of the run.
+
+        Returns:
+            The metrics, the checkpoints and the parameters.
+
+        Raises:
+            ConfigError: An argument cannot work, or a function returned something wrong.
+            CheckpointNotFoundError: There is no checkpoint to resume from.
+            Exception: What one of the functions raised.
+        """
+        given: Any = train_examples
+        is_function = callable(given) and not hasattr(given, "__len__")
+        dataset = {} if is_function else {"train": check_examples("train_examples", given)}
+        if eval_examples is not None:
+            is_same = eval_examples is train_examples and not is_function
+            dataset["eval"] = dataset["train"] if is_same else check_examples("eval_examples", eval_examples)
+        predictor = _check_evaluation(eval_examples, eval_predictor, eval_metric_fn)
+        check_count("n_epochs", n_epochs, minimum=1)
+        check_count("per_device_batch_size", per_device_batch_size, minimum=1)
+        kept = _Kept.of(
+            save_every_ckpt,
+            save_last_ckpt,
+            save_argmin_ckpt_by_metrics,
+            save_argmax_ckpt_by_metrics,
+            save_ckpt_every_k_epochs,
+        )
+        kept.check(has_eval=eval_examples is not None)
+        if save_float_dtype is not None:
+            from raysgd.functions.trees import float_name
+
+            save_float_dtype = float_name("save_float_dtype", save_float_dtype)
+        if save_every_n_steps is not None:
+            check_count("save_every_n_steps", save_every_n_steps, minimum=1)
+        if not save_opt_states:
+            get_logger().info(
+                "save_opt_states=False: after a failure, or with resume_from, the optimizer starts with a new state."
+            )
+        resumed = None if resume_from is None else self._find(resume_from)
+        _, state = self._newest
+        first_epoch = 0 if resumed is not None else self._first_epoch
+        counted_from = 0 if self._counts_epochs_in_all else first_epoch
+        settings = self._settings(
+            per_device_batch_size,
+            eval_per_device_batch_size=check_count(
+                "eval_per_device_batch_size",
+                per_device_batch_size if eval_per_device_batch_size is None else eval_per_device_batch_size,
+                minimum=1,
+            ),
+            first_epoch=first_epoch,
+            last_epoch=counted_from + n_epochs,
+            has_eval=eval_examples is not None,
+            eval_loss=check_bool("eval_loss", eval_loss),
+            eval_sanity_check=check_bool("eval_sanity_check", eval_sanity_check),
+            save_every_n_steps=save_every_n_steps,
+            save_opt_states=check_bool("save_opt_states", save_opt_states),
+            save_float_dtype=save_float_dtype,
+            argmin=kept.argmin,
+            argmax=kept.argmax,
+            folder=self.deployer.evaluations_folder,
+        )
+        parts = self._parts_with(
+            predictor=predictor, eval_metric_fn=eval_metric_fn, train_examples=train_examples if is_function else None
+        )
+        shown = {
+            "n_epochs": n_epochs,
+            "per_device_batch_size": per_device_batch_size,
+            **({} if is_function else {"num_train_examples": len(given)}),
+            "n_model_shards": self.deployer.n_model_shards,
+            "accumulate_grad_batches": self._accumulate or 1,
+        }
+        runs = self.deployer.runs
+        found = runs.run(
+            FitTask(dumps_named(parts, "the trainer's functions"), dumps(self._like), settings),
+            shown,
+            dataset,
+            start=state if resumed is None else resumed,
+            callbacks=callbacks,
+            checkpoint_config=kept.config(runs.spec.checkpoint_config),
+        )
+        return self._finish(found, kept, resumed)
+
+    @leaves_raysgd
+    def train(self, examples: Sequence[Any], per_device_batch_size: int, desc: str | None = None) -> FitResult:
+        """Train for one epoch, in a loop of one's own. The same as ``fit`` with ``n_epochs=1``.
+
+        Args:
+            examples: As for `fit`.
+            per_device_batch_size: As for `fit`.
+            desc: Is not used; the progress shows the epoch.
+
+        Raises:
+            ConfigError: An argument cannot work.
+            Exception: What one of the functions raised.
+        """
+        epochs = self._first_epoch + 1 if self._counts_epochs_in_all else 1
+        return self.fit(examples, per_device_batch_size, epochs)
+
+    @leaves_raysgd
+    def eval_loss(self, examples: Sequence[Any], per_device_batch_size: int, desc: str | None = None) -> float:
+        """Return the loss of the newest parameters over all examples, with ``is_training=False``.
+
+        Args:
+            examples: A list, or another sequence with a length.
+            per_device_batch_size: As for `fit`.
+            desc: Is not used.
+
+        Raises:
+            ConfigError: An argument cannot work.
+            Exception: What one of the functions raised.
+        """
+        data = check_examples("examples", examples)
+        check_count("per_device_batch_size", per_device_batch_size, minimum=1)
+        parts = self._parts_with()
+        task = EvalLossTask(
+            dumps_named(parts, "the trainer's functions"), dumps(self._like), self._settings(per_device_batch_size)
+        )
+        shown = {"num_examples": len(examples), "per_device_batch_size": per_device_batch_size}
+        loss: float = self.deployer.runs.run(task, shown, {"train": data, "eval": data}, start=self._newest[1])
+        return loss
+
+    def _parts_with(self, **given: Any) -> dict[str, Any]:
+        return {**self._parts, "predictor": None, "eval_metric_fn": None, "train_examples": None, **given}
+
+    def _settings(self, per_device_batch_size: int, **given: Any) -> FitSettings:
+        """Return the settings of a run; those that are not given are of one that only evaluates the loss."""
+        settings: dict[str, Any] = {
+            "eval_per_device_batch_size": per_device_batch_size,
+            "first_epoch": self._first_epoch,
+            "last_epoch": self._first_epoch,
+            "has_eval": True,
+            "eval_loss": True,
+            "eval_sanity_check": False,
+            "save_every_n_steps": None,
+            "save_opt_states": True,
+            "save_float_dtype": None,
+            "argmin": (),
+            "argmax": (),
+            "folder": None,
+            **given,
+        }
+        return FitSettings(
+            jax_seed=self.deployer.jax_seed,
+            n_model_shards=self.deployer.n_model_shards,
+            num_workers=self.deployer.num_workers,
+            start=self._newest[0],
+            per_device_batch_size=per_device_batch_size,
+            accumulate_grad_batches=self._accumulate,
+            compute_dtype=self._compute_dtype,
+            **settings,
+        )
+
+    def _find(self, resume_from: Any) -> Checkpoint:
+        if resume_from != "last":
+            return Checkpoint.from_path(checkpoint_path(resume_from))
+        if self.deployer.workdir is None:
+            raise ConfigError(
+                "resume_from='last' needs Deployer(workdir=...), where the newest checkpoint is looked for."
+            )
+        newest = self.deployer.newest_checkpoint()
+        if newest is None:
+            raise CheckpointNotFoundError(f"resume_from='last': {self.deployer.workdir} has no checkpoint.")
+        return newest
+
+    def _finish(self, found: Mapping[str, Any], kept: _Kept, resumed: Checkpoint | None) -> FitResult:
+        runs = self.deployer.runs
+        by_number = runs.list_checkpoints()
+        history = list(found["history"])
+        newest = max(by_number, default=None)
+        earlier = [] if resumed is None else _earlier_checkpoints(resumed, history)
+        if newest is None and resumed is not None:  # the training was finished already
+            self._newest = resumed.path, None
+        checkpoints = kept.name([*earlier, *(by_number[number] for number in sorted(by_number))])
+        if newest is not None:
+            path = str(by_number[newest].path)
+            self._newest = path, None
+            if all(each.path != path for each in checkpoints.values()):  # nobody asked for it
+                self._newest = None, {"train_state": Checkpoint.from_path(path).load()["train_state"]}
+                runs.delete_checkpoint(newest)
+        if kept.every:
+            named = {each.path for each in checkpoints.values()}
+            for number, each in by_number.items():
+                if each.path not in named:
+                    runs.delete_checkpoint(number)
+        self._counts_epochs_in_all = False
+        self._first_epoch = int(found["epoch"])
+        metrics = dict(history[-1]) if history else {}
+        counts = found["num_steps"], dict(found["num_compilations"])
+        return FitResult(metrics, history, *counts, checkpoints, runs.run_dir, self, self._newest)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Which checkpoints fit was asked to keep."""
+
+    every: int  # of so many epochs one; 0: none
+    last: bool
+    argmin: tuple[str, ...]
+    argmax: tuple[str, ...]
+
+    @classmethod
+    def of(cls, every: Any, last: Any, argmin: Any, argmax: Any, every_k: Any = None) -> _Kept:
+        if every_k is not None:
+            check_count("save_ckpt_every_k_epochs", every_k, minimum=1)
+        return cls(
+            1 if check_bool("save_every_ckpt", every) else every_k or 0,
+            check_bool("save_last_ckpt", last),
+            check_metric_names("save_argmin_ckpt_by_metrics", argmin),
+            check_metric_names("save_argmax_ckpt_by_metrics", argmax),
+        )
+
+    def check(self, *, has_eval: bool) -> None:
+        """Check that the metrics can be there.
+
+        Raises:
+            ConfigError: A metric is in both lists, or is one of an evaluation, and there is none.
+        """
+        if both := set(map(reported_name, self.argmin)) & set(map(reported_name, self.argmax)):
+            raise ConfigError(
+                f"{sorted(both)[0]!r} is in save_argmin_ckpt_by_metrics and in save_argmax_ckpt_by_metrics."
+            )
+        for name in () if has_eval else (*self.argmin, *self.argmax):
+            if name != TRAIN_LOSS:
+                raise ConfigError(
+                    f"the best checkpoint by {name!r} needs eval_examples; without an evaluation there is {TRAIN_LOSS} alone."
+                )
+
+    def _orders(self) -> dict[str, tuple[str, ScoreOrder]]:
+        """Return the reported metric and the order of each best checkpoint, by the name of the checkpoint."""
+        return {
+            **{f"min_{name}": (reported_name(name), "min") for name in self.argmin},
+            **{f"max_{name}": (reported_name(name), "max") for name in self.argmax},
+        }
+
+    def config(self, given: CheckpointConfig) -> CheckpointConfig:
+        """Return the settings of the run.
+
+        Raises:
+            ConfigError: The given ones decide what the arguments of fit decide.
+        """
+        default = CheckpointConfig()
+        for name in _DECIDED:
+            if getattr(given, name) != getattr(default, name):
+                raise ConfigError(
+                    f"Deployer(checkpoint_config=CheckpointConfig({name}=...)) is decided by the arguments save_... of fit; "
+                    "leave it out."
+                )
+        orders = self._orders()
+        keeps_none = not (self.every or self.last or orders)
+        interval = _NEVER if keeps_none and given.keep_in_memory else given.storage_interval
+        return replace(
+            given,
+            num_to_keep=None if self.every else 1,
+            keep_best=dict(orders.values()),
+            links=self.last or self.every > 0,
+            storage_interval=interval,
+        )
+
+    def name(self, saved: Sequence[Checkpoint]) -> dict[str, Checkpoint]:
+        """Return the checkpoints to keep, by their names; ``saved`` has all of them, oldest first."""
+        found: dict[str, Checkpoint] = {}
+        if self.every:
+            epochs = {each.metrics["epoch"]: each for each in saved if "epoch" in each.metrics}
+            found |= {f"epoch_{epoch}": each for epoch, each in epochs.items() if (epoch + 1) % self.every == 0}
+        if saved and (self.last or self.every):
+            found["last"] = saved[-1]
+        for name, (metric, order) in self._orders().items():
+            best = find_best([each.metrics for each in saved], RetentionPolicy(None, metric, order))
+            if best is not None:
+                found[name] = saved[best]
+        return found
+
+
+def _earlier_checkpoints(resumed: Checkpoint, history: Sequence[Mapping[str, Any]]) -> list[Checkpoint]:
+    """Return the checkpoints of earlier runs of this training, oldest first: those whose metrics are in its history."""
+    runs = Storage.from_uri(str(resumed.path)).parent().parent().parent()
+    found = [Checkpoint.of_manifest(store.path(each.number), each) for store, each in list_manifests(runs)]
+    end = next((place for place, each in enumerate(found) if each == resumed), -1) + 1
+    return [each for each in found[:end] if each.metrics in history]
+
+
+def _check_evaluation(examples: Any, predictor: Any, metric_fn: Any) -> dict[str, Any] | None:
+    """Check what belongs to the evaluation; return the functions of the predictor.
+
+    Raises:
+        ConfigError: Something is missing, or is of a wrong type.
+    """
+    check_callable("eval_metric_fn", metric_fn, "eval_metric_fn(examples, preds)", may_be_none=True)
+    if predictor is not None and not isinstance(predictor, Predictor):
+        raise ConfigError(
+            f"eval_predictor={predictor!r:.80} is not a Predictor; give trainer.get_default_predictor(pred_fn)."
+        )
+    if metric_fn is not None and predictor is None:
+        raise ConfigError("eval_metric_fn needs eval_predictor, whose predictions it gets.")
+    if predictor is not None and examples is None:
+        raise ConfigError("eval_predictor needs eval_examples, which it predicts.")
+    return None if predictor is None else dict(predictor.functions)

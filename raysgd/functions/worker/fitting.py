@@ -1,0 +1,304 @@
+"""`Fitting`: the loop of `raysgd.functions.Trainer.fit`. Worker side; it is the train_func of a run.
+
+Every rank runs it. The position in the order of examples, the sums of the epoch and the state of the training are in each
+checkpoint, so the loop resumes between any two steps, with any number of workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from raysgd._util.logs import get_logger
+from raysgd.data.dataset import WorkerDataset
+from raysgd.data.order.position import Position
+from raysgd.errors import CheckpointError, ConfigError
+from raysgd.functions.examples import call_by_name
+from raysgd.functions.metrics import PREFIX, TRAIN_LOSS, as_metrics, check_wanted
+from raysgd.functions.settings import FitSettings
+from raysgd.functions.sharding import DATA_AXIS, plan_sharding
+from raysgd.functions.trees import from_nested_dict
+from raysgd.functions.worker.batches import BatchesByEpoch, ExampleBatches
+from raysgd.functions.worker.evaluation import Predictions, compute_loss, predict, write_evaluation
+from raysgd.functions.worker.predicting import load_start, rows_on_all_devices
+from raysgd.functions.worker.steps import Steps, find_steps, mesh_of
+from raysgd.functions.worker.train_state import TrainState, cast
+from raysgd.session import api, rank_state
+
+TRAIN, EVAL = "train", "eval"
+
+
+class Fitting:
+    """A training from its newest checkpoint, or from its beginning, to its end.
+
+    Args:
+        parts: ``like`` (the shapes of the parameters), ``rules``, ``optimizer``, ``apply_fn``, ``lr_schedule_fn`` and the user's
+            functions: ``collate_fn``, ``loss_fn``, ``train_step_fn``, ``eval_metric_fn``, ``train_examples`` (None if they are
+            a list), and ``predictor``, None or a dict of its three functions.
+        settings: The settings.
+        identity: Equal for equal functions; see `find_steps`.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], settings: FitSettings, identity: bytes) -> None:
+        self._parts = parts
+        self._identity = identity
+        self._settings = settings
+        self._is_first = api.world_rank() == 0
+        self._set_up()
+        self._state: TrainState
+        self._num_steps: int
+        #: The sums of the epoch in progress: of the loss, and of its weight.
+        self._sums = [0.0, 0.0]
+        self._history: list[dict[str, Any]] = []
+        self._unread: Any = None  # metrics of the newest step, which the device may not have computed yet
+        self._has_warned = False
+        self._is_stopping = False
+
+    def run(self) -> dict[str, Any]:
+        """Train.
+
+        Returns:
+            ``history``, the metrics of each epoch, the ``epoch`` that would come next, ``num_steps``, and ``num_compilations``.
+        """
+        is_new = self._start()
+        try:
+            return self._run(is_new)
+        finally:
+            if self._by_epoch is not None:
+                self._by_epoch.close()
+
+    def eval_loss(self) -> float:
+        """Return the loss over the examples of the evaluation."""
+        self._start()
+        return compute_loss(self._steps, self._state, self._loss_batches)
+
+    def _run(self, is_new: bool) -> dict[str, Any]:
+        if is_new and self._settings.eval_sanity_check and self._settings.has_eval:
+            self._check_evaluation()
+        while self._batches.epoch < self._settings.last_epoch and not self._is_stopping:
+            self._train_epoch(self._batches.epoch)
+        compilations = dict(self._steps.num_compilations)
+        if self._pred_steps is not None:
+            compilations["predict"] = self._pred_steps.num_compilations["predict"]
+        return {
+            "history": self._history,
+            "epoch": self._batches.epoch,
+            "num_steps": self._num_steps,
+            "num_compilations": compilations,
+        }
+
+    # ---------------------------------------------------------------------------------------------------- beginning
+
+    def _set_up(self) -> None:
+        parts, settings = self._parts, self._settings
+        mesh = mesh_of(settings.n_model_shards)
+        plan = plan_sharding(parts["like"], dict(mesh.shape), parts["rules"])
+        rows = rows_on_all_devices(settings.per_device_batch_size, settings, settings.num_workers)
+        self._warn_of_rows(rows, mesh.shape[DATA_AXIS])
+        # A smaller group computes the same batch in more parts, so that no device takes more rows at a time.
+        num_parts = math.ceil(rows / (settings.per_device_batch_size * mesh.shape[DATA_AXIS]))
+        accumulated = num_parts * (settings.accumulate_grad_batches or 1)
+        self._steps = find_steps(
+            plan,
+            ("fit", self._identity, accumulated, settings.compute_dtype),
+            lambda: Steps(
+                mesh,
+                plan,
+                loss_fn=parts["loss_fn"],
+                optimizer=parts["optimizer"],
+                accumulate_grad_batches=accumulated,
+                lr_schedule_fn=parts["lr_schedule_fn"],
+                apply_fn=parts["apply_fn"],
+                compute_dtype=settings.compute_dtype,
+                train_step_fn=parts["train_step_fn"],
+            ),
+        )
+        self._pred_steps: Steps | None = None
+        seed, collate_fn = settings.jax_seed, parts["collate_fn"]
+
+        def open_batches(dataset: WorkerDataset) -> ExampleBatches:
+            return ExampleBatches(dataset, collate_fn, self._steps, rows, seed=seed, shuffle=True)
+
+        self._by_epoch: BatchesByEpoch | None = None
+        if (make_examples := parts["train_examples"]) is not None:
+            self._by_epoch = BatchesByEpoch("train_examples", make_examples, open_batches, seed=seed)
+        self._batches = self._by_epoch or open_batches(api.get_dataset(TRAIN))
+        if not settings.has_eval:
+            return
+        eval_rows = rows_on_all_devices(settings.eval_per_device_batch_size, settings, api.world_size())
+        dataset = api.get_dataset(EVAL)
+        self._loss_batches = ExampleBatches(dataset, collate_fn, self._steps, eval_rows, seed=seed)
+        if (predictor := parts["predictor"]) is not None:
+            self._pred_steps = find_steps(
+                plan, ("evaluate", self._identity), lambda: Steps(mesh, plan, pred_fn=predictor["pred_fn"])
+            )
+            self._pred_batches = ExampleBatches(
+                dataset, predictor["collate_fn"], self._pred_steps, eval_rows, seed=seed, pads=True
+            )
+
+    def _warn_of_rows(self, rows: int, num_replicas: int) -> None:
+        if rows % num_replicas and self._is_first:
+            get_logger().warning(
+                "%d rows of a batch do not divide by the %d data-parallel devices of this group, so each device computes all "
+                "rows. Give a per_device_batch_size of which every size of the group divides the batch.",
+                rows,
+                num_replicas,
+            )
+
+    def _start(self) -> bool:
+        """Load the state; returns whether the training is at its beginning."""
+        settings, steps = self._settings, self._steps
+        saved = load_start(settings)
+        if saved is None or "train_state" not in saved:
+            raise CheckpointError(
+                "fit(resume_from=...) needs a checkpoint of raysgd.functions: this one has no train_state."
+            )
+        state, progress = saved["train_state"], saved.get("progress")
+        if "step" not in state:
+            self._state = steps.make_state(from_nested_dict(state["params"], self._parts["like"]), settings.jax_seed)
+        else:
+            given = None if progress is None else progress["hyperparameters"]
+            self._state = steps.restore_state(
+                {"rng": np.asarray(jax.random.PRNGKey(settings.jax_seed)), **state}, given
+            )
+            if "opt_state" not in state and self._is_first:
+                get_logger().warning(
+                    "the checkpoint was saved with save_opt_states=False: the optimizer starts with a new state at step %d, and "
+                    "its schedule continues.",
+                    int(self._state.step),
+                )
+        self._num_steps = int(self._state.step)
+        if progress is None:
+            self._restore_batches(Position(epoch=settings.first_epoch))
+            return True
+        position = progress.get("train_position")
+        if (position is None) != (self._by_epoch is None):
+            now, then = ("a function", "not one") if position is None else ("not a function", "one")
+            raise CheckpointError(
+                f"train_examples is {now}, and was {then} when the checkpoint was saved: give what the first fit got, or begin "
+                "a new training with its parameters, by Trainer(params=...)."
+            )
+        if position is not None:
+            self._restore_batches(Position.from_json(position, "train_examples"))
+        self._sums = [float(each) for each in progress["sums"]]
+        self._history = list(progress["history"])
+        return False
+
+    def _restore_batches(self, position: Position) -> None:
+        if self._by_epoch is not None:
+            self._by_epoch.restore(position)
+        else:
+            api.get_dataset(TRAIN).restore(Position(), position)
+
+    # ---------------------------------------------------------------------------------------------------- training
+
+    def _train_epoch(self, epoch: int) -> None:
+        every = self._settings.save_every_n_steps
+        for batch in self._batches:
+            placed = self._steps.place_batch(batch.arrays, num_rows=batch.num_rows)
+            self._state, metrics = self._steps.train(self._state, placed)
+            self._read_metrics()  # of the step before, so that the device has the next one to do
+            self._unread = metrics
+            self._num_steps += 1
+            shown = {name: value for name, value in metrics.items() if name not in ("step", "weight")}
+            api.report({"epoch": epoch, "step": self._num_steps, **shown})
+            self._is_stopping = api.should_stop()
+            if self._is_stopping or (every is not None and self._num_steps % every == 0):
+                self._save({})
+            if self._is_stopping:
+                return
+        self._end_epoch(epoch)
+
+    def _read_metrics(self) -> None:
+        metrics, self._unread = self._unread, None
+        if metrics is None:
+            return
+        loss, weight = float(metrics["loss"]), float(metrics["weight"])
+        self._sums = [self._sums[0] + loss * weight, self._sums[1] + weight]
+        if not math.isfinite(loss) and not self._has_warned:
+            self._has_warned = True
+            if self._is_first:
+                get_logger().warning("the training loss is %s at step %d.", loss, int(metrics["step"]))
+
+    def _end_epoch(self, epoch: int) -> None:
+        self._read_metrics()
+        total, weight = self._sums
+        self._sums = [0.0, 0.0]
+        found = {TRAIN_LOSS: total / weight if weight else float("nan")}
+        if self._settings.has_eval:
+            results, predictions = self._evaluate()
+            found |= {PREFIX + name: value for name, value in results.items()}
+            self._check_wanted(found)
+            if self._is_first and self._settings.folder is not None:
+                write_evaluation(self._settings.folder, epoch, results, predictions)
+        self._history.append({"epoch": epoch, "step": self._num_steps, **found})
+        api.report(self._history[-1])
+        self._save(self._history[-1])
+
+    # ---------------------------------------------------------------------------------------------------- evaluation
+
+    def _evaluate(self, *, only_first: bool = False) -> tuple[dict[str, Any], Predictions]:
+        """Return the results, the same on all ranks, and on rank 0 the predictions."""
+        settings, parts = self._settings, self._parts
+        results: dict[str, Any] = {}
+        now = rank_state.capture_generators()  # an evaluation must not change the training
+        if settings.eval_loss:
+            batches = [self._loss_batches.first()] if only_first else self._loss_batches
+            results["loss"] = compute_loss(self._steps, self._state, batches)
+        predictions = Predictions([], [])
+        if self._pred_steps is not None:
+            predictions = predict(
+                self._pred_steps,
+                self._state.params,
+                [self._pred_batches.first()] if only_first else self._pred_batches,
+                parts["predictor"]["output_fn"],
+                seed=settings.jax_seed,
+                is_first_rank=self._is_first,
+            )
+            results |= api.broadcast(self._compute_metrics(predictions) if self._is_first else None)
+        rank_state.restore_generators(now)
+        return results, predictions
+
+    def _compute_metrics(self, predictions: Predictions) -> dict[str, Any]:
+        metric_fn = self._parts["eval_metric_fn"]
+        if metric_fn is None:
+            return {}
+        found = as_metrics(call_by_name(metric_fn, examples=predictions.examples, preds=predictions.outputs))
+        if self._settings.eval_loss and "loss" in found:
+            raise ConfigError(
+                "eval_metric_fn returned a metric 'loss', which eval_loss=True gives already: give it another name, or "
+                "eval_loss=False."
+            )
+        return found
+
+    def _check_evaluation(self) -> None:
+        """Evaluate one batch, so that mistakes are found before the first step."""
+        results, _ = self._evaluate(only_first=True)
+        self._check_wanted({TRAIN_LOSS: 0.0, **{PREFIX + name: value for name, value in results.items()}})
+
+    def _check_wanted(self, metrics: Mapping[str, Any]) -> None:
+        check_wanted("save_argmin_ckpt_by_metrics", self._settings.argmin, metrics)
+        check_wanted("save_argmax_ckpt_by_metrics", self._settings.argmax, metrics)
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def _save(self, metrics: Mapping[str, Any]) -> None:
+        self._read_metrics()
+        state = self._state.state_dict()
+        if not self._settings.save_opt_states:
+            del state["opt_state"]
+        if (name := self._settings.save_float_dtype) is not None:
+            state["params"] = jax.tree.map(lambda array: cast(array, jnp.dtype(name)), state["params"])
+        progress: dict[str, Any] = {
+            "sums": self._sums,
+            "history": self._history,
+            "hyperparameters": self._steps.given_hyperparameters(),
+        }
+        if self._by_epoch is not None:
+            progress["train_position"] = self._by_epoch.position.to_json()
+        api.save_checkpoint({"train_state": state, "progress": progress}, metrics=metrics, all_ranks=True)

@@ -1,0 +1,100 @@
+"""Losses as sums with weights, so that micro-batches of any sizes add up to the loss of their batch. Runs in the worker."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from raysgd.errors import ConfigError
+from raysgd.functions.worker.random_rows import key_of_rows
+
+
+class Loss(NamedTuple):
+    """The loss of a batch, as two float32 scalars.
+
+    Attributes:
+        total: The sum over what counts: rows, or what the weight counts, such as tokens.
+        weight: The number of what counts.
+    """
+
+    total: Any
+    weight: Any
+
+
+def as_loss(returned: Any, num_rows: int) -> Loss:
+    """Convert what loss_fn returned for a batch.
+
+    Raises:
+        ConfigError: It is neither a scalar nor a pair of scalars.
+    """
+    advice = "Return a scalar, the mean over the rows of its batch, or (loss_sum, weight), two scalars."
+    is_pair = isinstance(returned, (tuple, list))
+    values = list(returned) if is_pair else [returned]
+    if len(values) != (2 if is_pair else 1):
+        raise ConfigError(f"loss_fn returned a {type(returned).__name__} of {len(values)} values. {advice}")
+    for value in values:
+        if not isinstance(value, (int, float, jax.Array)) and not hasattr(value, "dtype"):
+            raise ConfigError(f"loss_fn returned a value of type {type(value).__name__}. {advice}")
+        if jnp.shape(value) != ():
+            raise ConfigError(f"loss_fn returned an array of shape {jnp.shape(value)}. {advice}")
+    if not jnp.issubdtype(jnp.result_type(values[0]), jnp.floating):
+        raise ConfigError(
+            f"loss_fn returned a loss of dtype {jnp.result_type(values[0])}, which has no gradient. {advice}"
+        )
+    total = jnp.asarray(values[0], jnp.float32)
+    if is_pair:
+        return Loss(total, jax.lax.stop_gradient(jnp.asarray(values[1], jnp.float32)))
+    return Loss(total * num_rows, jnp.float32(num_rows))
+
+
+def sum_of_losses(
+    loss_of: Callable[[Any, Any, Any], Loss], params: Any, rng: Any, stacks: list[Any]
+) -> tuple[Loss, Any]:
+    """Add up losses and gradients of micro-batches.
+
+    Args:
+        loss_of: Returns the loss of ``(params, rng, micro_batch)``.
+        params: The tree of parameters.
+        rng: The key of the step; each micro-batch gets one for its rows.
+        stacks: Trees of arrays of shape (micro-batches, rows, ...). A micro-batch has every n-th row of a stack of n.
+
+    Returns:
+        The sum of the losses, and the gradient of its total in the structure of ``params``, at least in float32.
+    """
+
+    def step(params: Any, rng: Any, micro_batch: Any) -> tuple[Loss, Any]:
+        def total_of(params: Any) -> tuple[Any, Any]:
+            loss = loss_of(params, rng, micro_batch)
+            return loss.total, loss.weight
+
+        (total, weight), grads = jax.value_and_grad(total_of, has_aux=True)(params)
+        return Loss(total, weight), grads
+
+    sizes = [jax.tree.leaves(stack)[0].shape[:2] for stack in stacks]
+    num_all = sum(length * rows for length, rows in sizes)
+    first = 0
+    found: Any = None
+    for stack, (length, rows) in zip(stacks, sizes, strict=True):
+        key_of = functools.partial(key_of_rows, rng, stride=length, num_rows=rows, num_all=num_all)
+        if length == 1:
+            new = step(params, key_of(first), jax.tree.map(lambda array: array[0], stack))
+        else:
+            new = _scanned(step, params, key_of, stack, first, length)
+        found = new if found is None else jax.tree.map(jnp.add, found, new)
+        first += length * rows
+    return found  # type: ignore[no-any-return]
+
+
+def _scanned(step: Any, params: Any, key_of: Any, stack: Any, first: int, length: int) -> Any:
+    def body(summed: Any, numbered: Any) -> tuple[Any, None]:
+        number, micro_batch = numbered
+        new = step(params, key_of(number), micro_batch)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), summed, new), None
+
+    zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.promote_types(param.dtype, jnp.float32)), params)
+    start = (Loss(jnp.float32(0), jnp.float32(0)), zeros)
+    return jax.lax.scan(body, start, (first + jnp.arange(length), stack))[0]

@@ -1,0 +1,239 @@
+"""The state of a training, and how it is sharded: parameters by the plan, the optimizer's state by ZeRO-1. Worker side.
+
+Shapes and shardings are computed without any array, so the state can be made, or restored, in shards from the beginning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from raysgd.errors import ConfigError
+from raysgd.functions.sharding import DATA_AXIS, MODEL_AXIS, ParameterSharding, ShardingPlan
+from raysgd.functions.trees import as_nested_dict, key_of
+from raysgd.jax.restoring import restore
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that training changes, and what a checkpoint holds.
+
+    Attributes:
+        step: The number of updates applied, an int32 scalar.
+        params: The tree of parameters.
+        opt_state: The state of the optimizer.
+        rng: The random key as `jax.random.PRNGKey` makes it, uint32 of shape (2,). Each update splits it.
+        apply_fn: The user's function, unchanged. It is not an array, and not saved.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    rng: Any
+    apply_fn: Any = field(default=None, metadata={"static": True})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the arrays in nested dicts, for `raysgd.save_checkpoint`, whatever classes hold them.
+
+        `raysgd.jax.restore` makes a state of it again, on any mesh: ``restore(saved, like=steps.state_like)``.
+        """
+        return as_nested_dict(self)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepState:
+    """The state as an own ``train_step_fn`` gets and returns it.
+
+    Attributes:
+        step: The number of updates applied before this one.
+        params: The tree of parameters.
+        opt_state: The state of the optimizer.
+        apply_fn: The user's function, unchanged.
+        tx: The optimizer.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    apply_fn: Any = field(default=None, metadata={"static": True})
+    tx: Any = field(default=None, metadata={"static": True})
+
+    def apply_gradients(self, *, grads: Any) -> StepState:
+        """Return the state after an update by these gradients, which has the structure of ``params``."""
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        return self.replace(step=self.step + 1, params=optax.apply_updates(self.params, updates), opt_state=opt_state)
+
+    def replace(self, **changes: Any) -> StepState:
+        """Return a copy with other values of these attributes."""
+        return dataclasses.replace(self, **changes)
+
+
+def params_like(mesh: Mesh, plan: ShardingPlan) -> Any:
+    """Return the tree of parameters with a `jax.ShapeDtypeStruct` and its sharding for each array."""
+    return jax.tree_util.tree_unflatten(
+        plan.structure, [_like(each.shape, each.dtype, mesh, each.spec) for each in plan.parameters]
+    )
+
+
+def key_like(mesh: Mesh) -> Any:
+    """Return a `jax.ShapeDtypeStruct` of a random key, replicated."""
+    key = jax.eval_shape(jax.random.PRNGKey, 0)
+    return _like(key.shape, key.dtype, mesh, PartitionSpec())
+
+
+def zero_shardings(mesh: Mesh, plan: ShardingPlan) -> Any:
+    """Return the tree of parameters with the sharding of what the optimizer holds for each one."""
+    specs = [zero_spec(mesh, each.shape, each.spec) for each in plan.parameters]
+    return jax.tree_util.tree_unflatten(plan.structure, [NamedSharding(mesh, spec) for spec in specs])
+
+
+def state_like(mesh: Mesh, plan: ShardingPlan, optimizer: optax.GradientTransformation, apply_fn: Any) -> TrainState:
+    """Return the state with a `jax.ShapeDtypeStruct` and its sharding for each array.
+
+    Raises:
+        ConfigError: The optimizer is an `optax.MultiSteps`.
+    """
+    params = params_like(mesh, plan)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    _check_optimizer_state(opt_state)
+    paths = [keys for keys, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    by_path = dict(zip(paths, plan.parameters, strict=True))
+
+    def shard(keys: Any, leaf: Any) -> Any:
+        # Most optimizers hold trees like the parameters: their paths end alike.
+        ends = (by_path.get(keys[start:]) for start in range(len(keys)))
+        owner: ParameterSharding | None = next((each for each in ends if each is not None), None)
+        spec = owner.spec if owner is not None and owner.shape == leaf.shape else PartitionSpec()
+        return _like(leaf.shape, leaf.dtype, mesh, zero_spec(mesh, leaf.shape, spec))
+
+    return TrainState(
+        _like((), np.int32, mesh, PartitionSpec()),
+        params,
+        jax.tree_util.tree_map_with_path(shard, opt_state),
+        key_like(mesh),
+        apply_fn,
+    )
+
+
+def zero_spec(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+    """Add the data axis to a spec: to the largest dimension that divides and is not sharded, else to the one that is.
+
+    Returns:
+        The new spec, or the given one if no dimension divides or it uses the data axis already.
+    """
+    num_data, num_model = mesh.shape[DATA_AXIS], mesh.shape[MODEL_AXIS]
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    used = [axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,))]
+    if num_data == 1 or DATA_AXIS in used:
+        return spec
+    for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim]):
+        if entries[dim] is None and shape[dim] and shape[dim] % num_data == 0:
+            entries[dim] = DATA_AXIS
+            return PartitionSpec(*entries)
+    for dim, entry in enumerate(entries):
+        if entry == MODEL_AXIS and shape[dim] % (num_data * num_model) == 0:
+            entries[dim] = (MODEL_AXIS, DATA_AXIS)
+            return PartitionSpec(*entries)
+    return spec
+
+
+def restore_arrays(saved: Any, like: Any) -> Any:
+    """Place saved arrays as `raysgd.jax.restore` does, and convert floating-point numbers to the types of ``like``."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(like)
+    saved_leaves, _ = jax.tree_util.tree_flatten_with_path(saved)
+    dtypes = {tuple(map(key_of, keys)): np.dtype(leaf.dtype) for keys, leaf in saved_leaves}
+
+    def as_saved(keys: Any, leaf: Any) -> Any:
+        dtype = dtypes.get(tuple(map(key_of, keys)), leaf.dtype)
+        return jax.ShapeDtypeStruct(
+            leaf.shape, dtype if _can_cast(dtype, leaf.dtype) else leaf.dtype, sharding=leaf.sharding
+        )
+
+    stored = jax.tree_util.tree_unflatten(structure, [as_saved(keys, leaf) for keys, leaf in leaves])
+    restored = restore(saved, like=stored)
+    return jax.tree.map(lambda array, leaf: cast(array, leaf.dtype), restored, like)
+
+
+def cast(array: Any, dtype: Any) -> Any:
+    """Convert an array to a type, on the devices that hold it; return it as it is if it has the type."""
+    if array.dtype == dtype:
+        return array
+    return _convert(array, np.dtype(dtype), array.sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _convert(array: Any, dtype: Any, sharding: Any) -> Any:
+    return jax.lax.with_sharding_constraint(array.astype(dtype), sharding)
+
+
+def set_schedule_step(opt_state: Any, step: Any) -> Any:
+    """Make the schedules of a new optimizer state continue after ``step`` updates."""
+
+    def is_schedule(node: Any) -> bool:
+        return type(node).__name__ in (
+            "ScaleByScheduleState",
+            "WrappedScheduleState",
+        )  # optax exports the first one only
+
+    def change(node: Any) -> Any:
+        return node._replace(count=jax.numpy.asarray(step, node.count.dtype)) if is_schedule(node) else node
+
+    return jax.tree.map(change, opt_state, is_leaf=is_schedule)
+
+
+def hyperparameters_of(opt_state: Any) -> dict[str, Any]:
+    """Return the settings of `optax.inject_hyperparams` in the state of an optimizer, by their place."""
+    found = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=_is_injected)[0]
+    return {
+        f"{jax.tree_util.keystr(path)}.{name}": value
+        for path, node in found
+        if _is_injected(node)
+        for name, value in node.hyperparams.items()
+    }
+
+
+def set_hyperparameters(opt_state: Any, values: Mapping[str, Any]) -> Any:
+    """Return the state with other settings of `optax.inject_hyperparams`, named as by `hyperparameters_of`."""
+
+    def change(path: Any, node: Any) -> Any:
+        if not _is_injected(node):
+            return node
+        place = jax.tree_util.keystr(path)
+        return node._replace(
+            hyperparams={name: values.get(f"{place}.{name}", value) for name, value in node.hyperparams.items()}
+        )
+
+    return jax.tree_util.tree_map_with_path(change, opt_state, is_leaf=_is_injected)
+
+
+def _is_injected(node: Any) -> bool:
+    return isinstance(node, (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState))
+
+
+def _can_cast(one: Any, other: Any) -> bool:
+    return bool(jax.numpy.issubdtype(one, jax.numpy.floating) and jax.numpy.issubdtype(other, jax.numpy.floating))
+
+
+def _like(shape: tuple[int, ...], dtype: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def _check_optimizer_state(opt_state: Any) -> None:
+    def is_multi(node: Any) -> bool:
+        return isinstance(node, optax.MultiStepsState)
+
+    if any(map(is_multi, jax.tree.leaves(opt_state, is_leaf=is_multi))):
+        raise ConfigError(
+            "The optimizer is an optax.MultiSteps, whose schedule would not count the updates that are reported: give the inner "
+            "optimizer, and Trainer(accumulate_grad_batches=k)."
+        )
