@@ -83,10 +83,15 @@ class CheckpointLinks:
         os.replace(temporary, path)
 
 
+def list_runs(runs: Storage) -> list[Storage]:
+    """Return the folders of all runs in a Trainer's folder, oldest first."""
+    names = sorted((name for name in runs.list_names() if _RUN.fullmatch(name)), key=lambda name: int(name[4:]))
+    return [runs.child(name) for name in names]
+
+
 def list_manifests(runs: Storage) -> list[tuple[CheckpointStore, Manifest]]:
     """Return the manifests of all runs in a Trainer's folder, each with the store that it is in; oldest first."""
-    names = sorted((name for name in runs.list_names() if _RUN.fullmatch(name)), key=lambda name: int(name[4:]))
-    stores = [CheckpointStore(runs.child(name, "checkpoints")) for name in names]
+    stores = [CheckpointStore(run.child("checkpoints")) for run in list_runs(runs)]
     return [(store, manifest) for store in stores for manifest in store.list()]
 
 
@@ -104,12 +109,16 @@ def make_links(run: Storage, config: CheckpointConfig) -> CheckpointLinks | None
     """Return what keeps the links of a run, if its config asks for them; a trial of Ray Tune has none."""
     if not config.links or not _RUN.fullmatch(run.name):
         return None
-    best_by = None
+    return CheckpointLinks(run.parent(), run.name, best_by(config))
+
+
+def best_by(config: CheckpointConfig) -> RetentionPolicy | None:
+    """Return what says which checkpoint is ``best``: the first metric of ``keep_best``, or the score; None: nothing does."""
     if config.keep_best:
-        best_by = RetentionPolicy(None, *next(iter(config.keep_best.items())))
-    elif config.score_attribute is not None:
-        best_by = RetentionPolicy(None, config.score_attribute, config.score_order)
-    return CheckpointLinks(run.parent(), run.name, best_by)
+        return RetentionPolicy(None, *next(iter(config.keep_best.items())))
+    if config.score_attribute is not None:
+        return RetentionPolicy(None, config.score_attribute, config.score_order)
+    return None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import signal
 import sys
 import traceback
@@ -34,7 +33,6 @@ from raysgd.errors import CheckpointNotFoundError, ConfigError, RaySGDError, Usa
 
 if TYPE_CHECKING:
     from raysgd.backends.base import BackendConfig
-    from raysgd.checkpoint.checkpoint import Checkpoint
     from raysgd.result import Result
     from raysgd.trainer.trainer import Trainer
 
@@ -46,10 +44,6 @@ _DESCRIPTION = (
     "checkpoints and recovery as in a run of raysgd.Trainer. Flags stand before the script; what follows its name belongs "
     "to the script."
 )
-_FOLDER_OF_RUN = re.compile(r"run_(\d+)", re.ASCII)
-#: ``--resume-from`` this: the newest checkpoint of the earlier runs of this name.
-LAST = "last"
-
 _WORKERS_HINT = "give the number of all workers as --num-workers; Ray places them on its nodes"
 #: Flags that set the same limit.
 _LIMITS = ("--max-failures", "--max-restarts")
@@ -225,7 +219,7 @@ def make_order(given: Mapping[str, Any], path: str, arguments: Sequence[str]) ->
     """
     if all(flag in given for flag in _LIMITS):
         raise ConfigError("--max-failures and --max-restarts set the same limit; give one of them.")
-    if given.get("--resume-from") == LAST and "--name" not in given:
+    if given.get("--resume-from") == "last" and "--name" not in given:
         raise ConfigError("--resume-from last needs --name, by which the earlier runs are found.")
     module = None
     if path in _MODULE_FLAGS:
@@ -403,14 +397,15 @@ def _run_on(trainer: Trainer, order: Order, ended: dict[str, Any]) -> None:
     from raysgd.cli.output import AFTER_FAILURE_S, AFTER_SUCCESS_S, WorkerOutput
 
     output = WorkerOutput(order.token)
-    start = find_start(order.given)
     reduce = dict(order.given.get("--reduce", ()))
     usual = "off" if order.given.get("--json", False) else "auto"
     display = ProgressCallback(mode=order.given.get("--progress", usual))
     last = _LastResult()
     wait_s = AFTER_FAILURE_S
     try:
-        trainer.run(order.script, callbacks=[display, last], resume_from=start, reduce=reduce or None)
+        trainer.run(
+            order.script, callbacks=[display, last], resume_from=order.given.get("--resume-from"), reduce=reduce or None
+        )
         wait_s = AFTER_SUCCESS_S
     finally:
         output.wait(wait_s)
@@ -445,43 +440,6 @@ def _make_trainer(given: Mapping[str, Any], restored: str | None) -> Trainer:
         except (ConnectionError, ValueError) as error:
             raise ConfigError(f"the Ray cluster cannot be reached: {error}") from None
     return trainer
-
-
-def find_start(given: Mapping[str, Any]) -> Checkpoint | str | None:
-    """Return what ``--resume-from`` means.
-
-    Raises:
-        CheckpointNotFoundError: A path was given, and there is no checkpoint.
-    """
-    path: str | None = given.get("--resume-from")
-    if path is None:
-        return None
-    from raysgd.checkpoint.storage.storage import Storage
-
-    if path != LAST:
-        folder = Storage.from_uri(path)
-        if not folder.exists("run.json"):
-            return path
-        if (found := newest_checkpoint(folder)) is None:
-            raise CheckpointNotFoundError(f"the run in {path} has no checkpoint.")
-        return found
-    runs = Storage.from_uri(given.get("--storage-path") or DEFAULT_STORAGE_PATH).child(given["--name"])
-    names = (_FOLDER_OF_RUN.fullmatch(name) for name in runs.list_names())
-    numbers = sorted((int(found[1]) for found in names if found), reverse=True)
-    for number in numbers:
-        if (found := newest_checkpoint(runs.child(f"run_{number:03d}"))) is not None:
-            return found
-    return None
-
-
-def newest_checkpoint(run: Any) -> Checkpoint | None:
-    """Return the newest checkpoint in a run's folder that is whole, or None."""
-    from raysgd.checkpoint.checkpoint import Checkpoint
-    from raysgd.checkpoint.store import CheckpointStore
-
-    store = CheckpointStore(run.child("checkpoints"))
-    manifest = store.newest().manifest
-    return None if manifest is None else Checkpoint.of_manifest(store.path(manifest.number), manifest)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -553,8 +511,9 @@ def restart(words: Sequence[str], run_dir: str, changes: Sequence[str]) -> int:
         changes: Flags that replace those of the run.
     """
     from raysgd.checkpoint.storage.storage import Storage
+    from raysgd.trainer.start import find_newest_of_run
 
-    has_checkpoint = newest_checkpoint(Storage.from_uri(run_dir)) is not None
+    has_checkpoint = find_newest_of_run(Storage.from_uri(run_dir)).checkpoint is not None
     is_limited = any(change.partition("=")[0] in _LIMITS for change in changes)
     without = [*(["--resume-from"] if has_checkpoint else []), *(_LIMITS if is_limited else [])]
     merged = command.merge(words, changes, without)

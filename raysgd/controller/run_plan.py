@@ -23,6 +23,7 @@ class Start:
     Attributes:
         uri: The checkpoint on storage.
         held: The manifest of the checkpoint in the cluster's memory, which is preferred to the one on storage.
+        skipped: A line for each newer checkpoint of an earlier run that is damaged.
     """
 
     uri: str | None = None
@@ -30,6 +31,7 @@ class Start:
     time_total_s: float = 0.0
     number: int = 0
     held: Manifest | None = None
+    skipped: tuple[str, ...] = ()
 
     @property
     def is_checkpoint(self) -> bool:

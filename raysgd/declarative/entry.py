@@ -17,10 +17,10 @@ from raysgd._util.logs import get_logger
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.progress.callback import ProgressCallback
 from raysgd.checkpoint.checkpoint import Checkpoint
-from raysgd.checkpoint.links import find_best, list_manifests
+from raysgd.checkpoint.links import list_manifests
 from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
-from raysgd.checkpoint.store import CheckpointStore, read_manifest
+from raysgd.checkpoint.store import read_manifest
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.argument_names import nearest
 from raysgd.config.checks import check_choice, from_mapping, split_path
@@ -39,6 +39,7 @@ from raysgd.declarative.values import (
 )
 from raysgd.engine.config import EngineConfig
 from raysgd.errors import CheckpointNotFoundError, ConfigError
+from raysgd.trainer.start import FoundCheckpoint, find_checkpoint
 from raysgd.trainer.trainer import Trainer
 
 #: Arguments of the Trainer that the field ``trainer`` may have.
@@ -153,10 +154,12 @@ def train(
             given = [*job.callbacks, *callbacks]
             return search(job.args, job.training({}, strategies), job.make_trainer(strategies), given)
         start = find_start(job.args)
-        if start is not None and (metrics := finished(job.args, start)) is not None:
-            get_logger().info("the training is finished already, in %s; nothing was changed.", start.path)
+        at = start.checkpoint
+        if at is not None and (metrics := finished(job.args, at)) is not None:
+            get_logger().info("the training is finished already, in %s; nothing was changed.", at.path)
             return metrics
-        if start is None and not job.args.checkpoint.no_save and list_checkpoints(job.args.checkpoint.save_dir):
+        saves_in = None if job.args.checkpoint.no_save else Storage.from_uri(job.args.checkpoint.save_dir)
+        if at is None and saves_in is not None and list_manifests(saves_in):
             get_logger().warning(
                 "checkpoint.save_dir %s has checkpoints of earlier runs: best will lead to the best of all. Give another folder, "
                 "or --checkpoint.resume_from last to continue.",
@@ -204,7 +207,7 @@ def evaluate(
         )
     with importing_from(os.getcwd()):
         start = find_start(job.args)
-        if start is None:
+        if start.checkpoint is None:
             raise CheckpointNotFoundError(
                 f"there is no checkpoint to evaluate in {job.args.checkpoint.save_dir}: give checkpoint.resume_from, which is "
                 "last, best or a path."
@@ -230,7 +233,9 @@ def merge_checkpoint(checkpoint: str | os.PathLike[str], output: str | os.PathLi
     """
     from raysgd.session.merging import merge_parts
 
-    folder = Storage.from_uri(str(_at_path(os.fspath(checkpoint)).path))
+    found = find_checkpoint(checkpoint).checkpoint
+    assert found is not None, "of a path there is one, or an error"
+    folder = Storage.from_uri(str(found.path))
     return merge_parts(folder, read_manifest(folder), Storage.from_uri(output), allow_pickle=False)
 
 
@@ -408,45 +413,14 @@ def check_sizes(args: TrainerArgs, workers: Any, each: int) -> None:
     )
 
 
-def find_start(args: TrainerArgs) -> Checkpoint | None:
-    """Return the checkpoint that ``checkpoint.resume_from`` means; None: training starts from the beginning.
+def find_start(args: TrainerArgs) -> FoundCheckpoint:
+    """Return the checkpoint that ``checkpoint.resume_from`` means.
 
     Raises:
         CheckpointNotFoundError: It is a path, and there is no checkpoint.
     """
-    given = args.checkpoint.resume_from
-    if given is None:
-        return None
-    if given not in ("last", "best"):
-        return _at_path(given)
-    found = list_checkpoints(args.checkpoint.save_dir)
-    if not found:
-        get_logger().warning(
-            "checkpoint.resume_from=%s: %s has no checkpoint; training starts from the beginning.",
-            given,
-            args.checkpoint.save_dir,
-        )
-        return None
-    if given == "last":
-        return found[-1]
-    best = find_best([each.metrics for each in found], RetentionPolicy(None, "loss", "min"))
-    return found[-1 if best is None else best]
-
-
-def _at_path(path: str) -> Checkpoint:
-    storage = Storage.from_uri(path)
-    if storage.is_folder("checkpoints"):
-        store = CheckpointStore(storage.child("checkpoints"))
-        found = [Checkpoint.of_manifest(store.path(each.number), each) for each in store.list()]
-    else:
-        found = list_checkpoints(path) if storage.is_folder("") else []
-    return found[-1] if found else Checkpoint.from_path(path)
-
-
-def list_checkpoints(folder: str) -> list[Checkpoint]:
-    """Return the checkpoints of all runs in a folder of runs, oldest first."""
-    storage = Storage.from_uri(folder)
-    return [Checkpoint.of_manifest(store.path(each.number), each) for store, each in list_manifests(storage)]
+    saved = args.checkpoint
+    return find_checkpoint(saved.resume_from, saved.save_dir, RetentionPolicy(None, "loss", "min"))
 
 
 def finished(args: TrainerArgs, start: Checkpoint) -> dict[str, Any] | None:

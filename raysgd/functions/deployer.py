@@ -16,7 +16,8 @@ from raysgd.backends.base import BackendConfig
 from raysgd.backends.jax import JaxConfig
 from raysgd.backends.registry import resolve_backend
 from raysgd.checkpoint.checkpoint import Checkpoint
-from raysgd.checkpoint.links import list_manifests
+from raysgd.checkpoint.links import BEST, LAST
+from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.argument_names import TRAINER_HINTS, refuse_unknown
@@ -26,6 +27,7 @@ from raysgd.errors import ConfigError, UsageError
 from raysgd.functions.runs import FunctionRuns, RunCallbacks
 from raysgd.session import context
 from raysgd.trainer.spec import make_spec
+from raysgd.trainer.start import FoundCheckpoint, find_checkpoint, find_newest
 
 if TYPE_CHECKING:
     from raysgd.functions.sharding import ShardingRules
@@ -290,7 +292,7 @@ class Deployer:
             raise ConfigError(
                 "load_last_ckpt() needs Deployer(workdir=...), where the newest checkpoint is looked for."
             )
-        newest = self.newest_checkpoint()
+        newest = find_newest(Storage.from_uri(self.workdir)).checkpoint
         if newest is None:
             return None, None
         return self.load_ckpt(
@@ -305,13 +307,15 @@ class Deployer:
 
         return shapes_of(self.load_ckpt(ckpt_dir)[0]["params"])
 
-    def newest_checkpoint(self) -> Checkpoint | None:
-        """Return the newest checkpoint of all runs in ``workdir``, or None."""
-        found = [] if self.workdir is None else list_manifests(Storage.from_uri(self.workdir))
-        if not found:
-            return None
-        store, manifest = found[-1]
-        return Checkpoint.of_manifest(store.path(manifest.number), manifest)
+    def find_checkpoint(self, resume_from: Any, best_by: RetentionPolicy | None) -> FoundCheckpoint:
+        """Find the checkpoint that ``fit(resume_from=...)`` means; errors as for `raysgd.trainer.start.find_checkpoint`."""
+        if resume_from in (LAST, BEST) and self.workdir is None:
+            raise ConfigError(
+                f"resume_from={resume_from!r} needs Deployer(workdir=...), where the checkpoint is looked for."
+            )
+        if isinstance(resume_from, (str, os.PathLike)) and resume_from not in (LAST, BEST):
+            resume_from = _absolute(os.fspath(resume_from))
+        return find_checkpoint(resume_from, self.workdir, best_by)
 
     def shutdown(self) -> None:
         """End the workers and release their resources. May be called again."""

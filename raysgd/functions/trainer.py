@@ -12,18 +12,18 @@ from raysgd._util.logs import get_logger
 from raysgd._util.tracebacks import leaves_raysgd
 from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.checkpoint import Checkpoint
-from raysgd.checkpoint.links import find_best, list_manifests
+from raysgd.checkpoint.links import best_by, find_best, list_manifests
 from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import CheckpointConfig
 from raysgd.config.argument_names import refuse_unknown
 from raysgd.config.checks import check_bool, check_count
 from raysgd.config.run import ScoreOrder
-from raysgd.errors import CheckpointNotFoundError, ConfigError
+from raysgd.errors import ConfigError
 from raysgd.functions.deployer import Deployer
 from raysgd.functions.examples import check_callable, check_examples
 from raysgd.functions.metrics import TRAIN_LOSS, check_metric_names, reported_name
-from raysgd.functions.predictor import Predictor, check_deployer, checkpoint_path
+from raysgd.functions.predictor import Predictor, check_deployer
 from raysgd.functions.settings import FitSettings
 from raysgd.functions.tasks import EvalLossTask, FitTask
 from raysgd.workers.pickling import dumps, dumps_named
@@ -285,7 +285,7 @@ class Trainer:
             save_float_dtype: The type of parameters in checkpoints, such as ``"bfloat16"``. They are converted when loaded.
             save_every_n_steps: Save in addition after every so many steps, to lose less after a failure.
             resume_from: Continue the training that this checkpoint is of, with any number of workers and shards, up to
-                ``n_epochs`` epochs in all; ``"last"`` is the newest one in ``workdir``.
+                ``n_epochs`` epochs in all. As for `raysgd.Trainer.run`; ``"last"`` and ``"best"`` are looked for in ``workdir``.
             callbacks: Further callbacks of the run.
 
         Returns:
@@ -323,7 +323,9 @@ class Trainer:
             get_logger().info(
                 "save_opt_states=False: after a failure, or with resume_from, the optimizer starts with a new state."
             )
-        resumed = None if resume_from is None else self._find(resume_from)
+        config = kept.config(self.deployer.runs.spec.checkpoint_config)
+        found_start = self.deployer.find_checkpoint(resume_from, best_by(config))
+        resumed = found_start.checkpoint
         _, state = self._newest
         first_epoch = 0 if resumed is not None else self._first_epoch
         counted_from = 0 if self._counts_epochs_in_all else first_epoch
@@ -361,9 +363,9 @@ class Trainer:
             FitTask(dumps_named(parts, "the trainer's functions"), dumps(self._like), settings),
             shown,
             dataset,
-            start=state if resumed is None else resumed,
+            start=state if resumed is None else found_start,
             callbacks=callbacks,
-            checkpoint_config=kept.config(runs.spec.checkpoint_config),
+            checkpoint_config=config,
         )
         return self._finish(found, kept, resumed)
 
@@ -436,18 +438,6 @@ class Trainer:
             compute_dtype=self._compute_dtype,
             **settings,
         )
-
-    def _find(self, resume_from: Any) -> Checkpoint:
-        if resume_from != "last":
-            return Checkpoint.from_path(checkpoint_path(resume_from))
-        if self.deployer.workdir is None:
-            raise ConfigError(
-                "resume_from='last' needs Deployer(workdir=...), where the newest checkpoint is looked for."
-            )
-        newest = self.deployer.newest_checkpoint()
-        if newest is None:
-            raise CheckpointNotFoundError(f"resume_from='last': {self.deployer.workdir} has no checkpoint.")
-        return newest
 
     def _finish(self, found: Mapping[str, Any], kept: _Kept, resumed: Checkpoint | None) -> FitResult:
         runs = self.deployer.runs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 
 from raysgd._util.text import with_article
-from raysgd.checkpoint.checkpoint import Checkpoint
-from raysgd.checkpoint.codecs.frameworks import extract_states
-from raysgd.checkpoint.codecs.tree import is_state
-from raysgd.controller.run_plan import Start
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
-from raysgd.errors import CheckpointError, ConfigError
+from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
     from raysgd.config import CheckpointConfig, ScalingConfig
@@ -189,38 +184,6 @@ def check_returns(returns: Any) -> str:
     if returns not in ("first", "all"):
         raise ConfigError(f"returns={returns!r} is not known; give 'first' (rank 0's value) or 'all' (a list by rank).")
     return str(returns)
-
-
-def resolve_start(resume_from: Any) -> tuple[Start, Any]:
-    """Resolve ``run(resume_from=...)`` to a checkpoint on storage to start from, and a state to start with.
-
-    In a state, models, optimizers and the like are replaced
-    by their ``state_dict()``, so that train_func loads what `raysgd.save_checkpoint` would have saved.
-
-    Raises:
-        CheckpointNotFoundError: There is no checkpoint at the path.
-        CheckpointCorruptError: The manifest of the checkpoint is not valid.
-        CheckpointError: The checkpoint lives in memory only.
-        ConfigError: The value is none of these.
-    """
-    if resume_from is None:
-        return Start(), None
-    if isinstance(resume_from, (str, os.PathLike)):
-        resume_from = Checkpoint.from_path(resume_from)
-    if not isinstance(resume_from, Checkpoint):
-        if not isinstance(resume_from, Mapping) and not is_state(resume_from):
-            raise ConfigError(
-                f"run(resume_from=...) got {with_article(type(resume_from).__name__)}; "
-                "give a Checkpoint, a path, or a state as save_checkpoint takes it."
-            )
-        return Start(), extract_states(resume_from)
-    if resume_from.path is None:
-        raise CheckpointError(
-            "run(resume_from=...) got a Checkpoint that lives in memory only and has no path; "
-            "give a checkpoint on storage, or a state."
-        )
-    checkpoint = Checkpoint.from_path(resume_from.path)
-    return Start(checkpoint.path, checkpoint.iteration, checkpoint.time_total_s), None
 
 
 def plan_data(dataset: Any) -> DatasetPlan:

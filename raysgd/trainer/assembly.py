@@ -29,6 +29,7 @@ from raysgd.callbacks.base import Callback, check_callbacks, check_packages
 from raysgd.callbacks.progress.callback import ProgressCallback, default_callbacks
 from raysgd.callbacks.progress.lines import PrintCallback
 from raysgd.callbacks.runner import CallbackRunner
+from raysgd.checkpoint.links import best_by
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import ScalingConfig
 from raysgd.config.run import DEFAULT_STORAGE_PATH
@@ -38,6 +39,7 @@ from raysgd.controller.journal.outcome import outcome_error
 from raysgd.controller.kv_store import SENT
 from raysgd.controller.requests import RunRequest, TrainerSettings, TrainerSpec
 from raysgd.controller.rounds import check_reduce
+from raysgd.controller.run_plan import Start
 from raysgd.errors import InfeasibleError, SerializationError, UsageError
 from raysgd.result import RunInfo
 from raysgd.trainer.arguments import (
@@ -46,7 +48,6 @@ from raysgd.trainer.arguments import (
     check_returns,
     check_train_func,
     resolve_data,
-    resolve_start,
 )
 from raysgd.trainer.channel import Channel
 from raysgd.trainer.spec import describe_run
@@ -234,9 +235,24 @@ def check_run(run: RunArguments) -> RunArguments:
 
 
 def begin_run(
-    channel: Channel, spec: TrainerSpec, run: RunArguments, runs_uri: str, lease: object = None
+    channel: Channel,
+    spec: TrainerSpec,
+    run: RunArguments,
+    runs_uri: str,
+    lease: object = None,
+    *,
+    resumes_in: str | None = None,
 ) -> ResultStream:
-    """Start a run and return the stream of its results, which holds the lease. ``run``: as `check_run` returns it."""
+    """Start a run and return the stream of its results.
+
+    Args:
+        channel: The channel to the TrainerActor.
+        spec: The settings of the Trainer.
+        run: As `check_run` returns it.
+        runs_uri: The folder that gets the run's folder.
+        lease: The stream holds it.
+        resumes_in: The folder that ``resume_from="last"`` means, if it is known.
+    """
     callbacks = run.callbacks if _is_in_trial() else default_callbacks(run.callbacks)
     by_process = _split_by_process(callbacks, is_detached=spec.run_config.detached)
     check_packages(by_process["driver"])
@@ -244,7 +260,7 @@ def begin_run(
         check_packages(by_process["controller"])  # the callback host is on this node, with the packages of this process
     if run.checkpoint_config is not None:
         spec = replace(spec, checkpoint_config=run.checkpoint_config)
-    request = _make_request(spec, run, runs_uri, by_process)
+    request = _make_request(spec, run, runs_uri, by_process, resumes_in)
     info = RunInfo("", "", request.config, spec.scaling.min_workers, spec.backend.name)
     channel.begin(request)
     return ResultStream(
@@ -282,9 +298,17 @@ def reader_maker(
 
 
 def _make_request(
-    spec: TrainerSpec, run: RunArguments, runs_uri: str, callbacks: Mapping[str, list[Callback]]
+    spec: TrainerSpec,
+    run: RunArguments,
+    runs_uri: str,
+    callbacks: Mapping[str, list[Callback]],
+    resumes_in: str | None,
 ) -> RunRequest:
-    start, state = resolve_start(run.resume_from)
+    start, state = Start(), None
+    if run.resume_from is not None:
+        from raysgd.trainer.start import resolve_start  # not for a cold start
+
+        start, state = resolve_start(run.resume_from, resumes_in, best_by(spec.checkpoint_config))
     # Objects that this process puts into the object store are lost when it ends, so a detached run gets bytes.
     share = bytes if spec.run_config.detached else _share
     on_resize, retry_on = spec.failure_config.on_resize, spec.failure_config.retry_on

@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -36,6 +36,9 @@ from raysgd.trainer.channel import OVER, Channel
 from raysgd.trainer.stream import ResultStream
 from raysgd.workers.placement.capacity import explain_busy
 from raysgd.workers.placement.cluster import list_nodes
+
+if TYPE_CHECKING:
+    from raysgd.trainer.start import FoundCheckpoint
 
 #: Seconds that an interrupted run has to write pending checkpoints and to let its workers leave.
 INTERRUPT_PATIENCE_S = 30.0
@@ -189,7 +192,7 @@ class RunManager:
         *,
         channel: Channel | None = None,
         runs_uri: str | None = None,
-        resume_from: Checkpoint | None = None,
+        resume_from: FoundCheckpoint | None = None,
     ) -> None:
         self.spec = spec
         self.latest = RunHandle(spec, channel)
@@ -260,7 +263,10 @@ class RunManager:
         runs_uri = self._runs_uri or assembly.runs_folder(self.spec, run.train_func)
         if run.resume_from is None:
             run = replace(run, resume_from=self._resume_from)
-        self.latest.stream = stream = assembly.begin_run(channel, self.spec, run, runs_uri, self.latest.lease)
+        is_known = self._runs_uri is not None or self.spec.run_config.name is not None
+        self.latest.stream = stream = assembly.begin_run(
+            channel, self.spec, run, runs_uri, self.latest.lease, resumes_in=runs_uri if is_known else None
+        )
         self._resume_from = None
         self._runs_uri = runs_uri  # not before: a train_func that was refused must not name the folder
         return stream

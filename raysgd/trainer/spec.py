@@ -13,19 +13,19 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from raysgd._util.redact import REDACTED, plain, redact_arguments
 from raysgd.backends.registry import resolve_backend
-from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.storage.storage import Storage
-from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.argument_names import TRAINER_HINTS, check_known
-from raysgd.controller.journal.journal import read_description, stored_frames, suggest_run
+from raysgd.controller.journal.journal import read_description, suggest_run
 from raysgd.controller.requests import TrainerSpec
-from raysgd.controller.rounds import check_reduce
 from raysgd.errors import CheckpointNotFoundError, ConfigError
+
+if TYPE_CHECKING:
+    from raysgd.trainer.start import FoundCheckpoint
 
 _PACKAGES = ("raysgd", "ray", "numpy", "pyarrow", "torch")
 #: Those arguments of `raysgd.Trainer` that are fields of its `ScalingConfig`.
@@ -131,14 +131,12 @@ class RestoredRun:
     Attributes:
         arguments: The arguments of its Trainer, with the changes that were asked for.
         runs_uri: The folder that holds the run's folder, and gets the folder of the next run.
-        checkpoint: The newest checkpoint that is whole; None: there is none.
-        skipped: A line for each newer checkpoint that is damaged.
+        found: The newest checkpoint that is whole.
     """
 
     arguments: dict[str, Any]
     runs_uri: str
-    checkpoint: Checkpoint | None
-    skipped: list[str]
+    found: FoundCheckpoint
 
 
 def restore_run(run_dir: str | os.PathLike[str], changes: Mapping[str, Any]) -> RestoredRun:
@@ -152,6 +150,8 @@ def restore_run(run_dir: str | os.PathLike[str], changes: Mapping[str, Any]) -> 
         CheckpointNotFoundError: The folder is not that of a run.
         ConfigError: The run's files leave an argument out, a secret or a function, and it is not among the changes.
     """
+    from raysgd.trainer.start import find_newest_of_run  # not for a cold start
+
     folder = Storage.from_uri(run_dir)
     description = _read_description(folder)
     saved = {name: value for name, value in _arguments_from_json(description).items() if name not in changes}
@@ -166,18 +166,9 @@ def restore_run(run_dir: str | os.PathLike[str], changes: Mapping[str, Any]) -> 
                 f"the run had a FailureConfig({name}=...), which is code of yours that its files leave out; "
                 "give restore(failure_config=...) again."
             )
-    store = CheckpointStore(folder.child("checkpoints"))
-    newest = store.newest()
-    manifest = newest.manifest
-    if manifest is not None and manifest.awaits_round:  # the run may have ended before it wrote which round that is
-        from raysgd.controller.checkpoints.pending import find_rounds  # not for a cold start
-
-        (manifest,) = find_rounds([manifest], stored_frames(folder), check_reduce(description.get("reduce")))
-    checkpoint = None if manifest is None else Checkpoint.of_manifest(store.path(manifest.number), manifest)
-    skipped = [f"checkpoint {each.number} is damaged and was skipped: {each.error}" for each in newest.skipped]
     path, mark, options = folder.uri.partition("?")
     runs_uri = path.rstrip("/").rpartition("/")[0] + mark + options
-    return RestoredRun({**saved, **changes}, runs_uri, checkpoint, skipped)
+    return RestoredRun({**saved, **changes}, runs_uri, find_newest_of_run(folder))
 
 
 def _read_description(folder: Storage) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import ray
 from ray.exceptions import GetTimeoutError
 
-from raysgd._util.logs import get_logger
 from raysgd._util.tracebacks import leaves_raysgd
 from raysgd.backends.base import BackendConfig
 from raysgd.callbacks.base import Callback
@@ -158,9 +157,7 @@ class Trainer:
         """
         restored = restore_run(run_dir, changes)
         trainer = cls(**restored.arguments)
-        trainer._connect_parts(RunManager(trainer._spec, runs_uri=restored.runs_uri, resume_from=restored.checkpoint))
-        for line in restored.skipped:
-            get_logger().warning(line)
+        trainer._connect_parts(RunManager(trainer._spec, runs_uri=restored.runs_uri, resume_from=restored.found))
         return trainer
 
     # -- runs ----------------------------------------------------------------------------------------------------------
@@ -190,7 +187,9 @@ class Trainer:
                 or torch tensors, a list of dicts, a map-style torch Dataset, or a `ray.data.Dataset`; a dict of these by
                 name; or for cross-validation a tuple of these or of (train, validation) pairs.
             callbacks: Callbacks for this run. Live progress is shown without one.
-            resume_from: Where to start from: a `Checkpoint`, a path, or any state that `raysgd.save_checkpoint` takes.
+            resume_from: Where to start from: a `Checkpoint`, its path, or any state that `raysgd.save_checkpoint` takes. The
+                folder of a run, or of a Trainer's runs, means the newest checkpoint there; ``"last"`` and ``"best"`` those of
+                this Trainer's ``run_config.name``, which may have none. Of several, damaged ones are skipped.
             reduce: Metrics to compute over all ranks, such as ``{"loss": "mean", "val/acc": "max"}``; one of ``mean sum min max
                 last first``. A nested metric is named by its keys, with ``/``. With ``workers_per_replica``, one rank of each
                 replica of the model counts in ``mean`` and ``sum``.

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import raysgd
+from raysgd.checkpoint.links import list_manifests
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.declarative import load_args, train
-from raysgd.declarative.entry import Training, list_checkpoints
+from raysgd.declarative.entry import Training
 from raysgd.declarative.reading import args_of, as_values, merge
 from raysgd.declarative.strategies import engine_fields
 from raysgd.declarative.values import Importer
@@ -304,7 +306,10 @@ def test_the_documents_example_trains_and_continues(ray_cluster: dict[str, Any],
     metrics = json.loads(found.stdout)
     assert metrics["finished_train_steps"] == 10
     runs = tmp_path / "checkpoints"
-    checkpoints = list_checkpoints(str(runs))
+    checkpoints = [
+        raysgd.Checkpoint.of_manifest(store.path(each.number), each)
+        for store, each in list_manifests(Storage.from_uri(runs))
+    ]
     assert (runs / "last").resolve() == Path(str(checkpoints[-1].path))
     best = raysgd.Checkpoint.from_path(runs / "best")
     assert best.metrics["loss"] == min(each.metrics["loss"] for each in checkpoints) == metrics["best_loss"]

@@ -75,8 +75,9 @@ def test_restore_skips_a_damaged_newest_checkpoint(
     data = damaged.read_bytes()
     damaged.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
     with raysgd.Trainer.restore(run_dir) as trainer:
-        assert "checkpoint 6 is damaged and was skipped" in caplog.text
         assert trainer.run(steps, {}, callbacks=quiet())["begun_at"] == 5
+        assert "checkpoint 6 is damaged and was skipped" in caplog.text
+        assert any("checkpoint 6 is damaged" in each for each in trainer.run_info.warnings)  # type: ignore[union-attr]
 
 
 def test_restore_brings_back_the_trainer_settings(ray_cluster: Any, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 import raysgd
 from raysgd.cli.main import main
-from raysgd.cli.run import command, find_start, make_order, report, trainer_arguments
+from raysgd.cli.run import command, make_order, report, trainer_arguments
 from raysgd.cli.script import ScriptExit
 from raysgd.declarative.values import ComponentError
 from raysgd.errors import (
@@ -175,47 +174,6 @@ def test_script_that_is_not_python_ends_with_its_syntax_error(
     shown = capsys.readouterr().err
     assert f'File "{tmp_path / "train.py"}", line 1' in shown and "SyntaxError" in shown
     assert "raysgd" not in shown.replace(str(tmp_path), ""), "frames of the command are shown"
-
-
-# -- where a run resumes -----------------------------------------------------------------------------------------------
-
-
-def save(run: Path, *steps: int) -> None:
-    """Write checkpoints as a run has them."""
-    with raysgd.local(dir=run / "checkpoints"):
-        for step in steps:
-            raysgd.save_checkpoint({"step": step})
-
-
-def resumed_step(*words: str) -> int | None:
-    start = find_start(given(*words))
-    if isinstance(start, str):
-        start = raysgd.Checkpoint.from_path(start)
-    return None if start is None else int(start.load()["step"])
-
-
-def test_last_is_the_newest_checkpoint_of_the_newest_run_that_has_one(tmp_path: Path) -> None:
-    words = ["--name", "exp", "--storage-path", str(tmp_path), "--resume-from", "last"]
-    assert resumed_step(*words) is None, "a first run starts from the beginning"
-    save(tmp_path / "exp" / "run_001", 1, 2)
-    assert resumed_step(*words) == 2
-    save(tmp_path / "exp" / "run_002", 5, 6)
-    save(tmp_path / "exp" / "run_003")
-    (tmp_path / "exp" / "run_backup").mkdir()
-    assert resumed_step(*words) == 6
-
-
-def test_run_or_checkpoint_can_be_resumed_from(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2)
-    assert resumed_step("--resume-from", str(tmp_path / "checkpoints" / "checkpoint_000001")) == 1
-    (tmp_path / "run.json").write_text(json.dumps({}))
-    assert resumed_step("--resume-from", str(tmp_path)) == 2
-
-
-def test_run_without_a_checkpoint_cannot_be_resumed_from(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(CheckpointNotFoundError, match="has no checkpoint"):
-        find_start({"--resume-from": str(tmp_path)})
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

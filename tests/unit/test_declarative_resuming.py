@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 import raysgd
-from raysgd.declarative.entry import find_start, finished, list_checkpoints, merge_checkpoint
+from raysgd.checkpoint.links import list_manifests
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.declarative.entry import find_start, finished, merge_checkpoint
 from raysgd.declarative.reading import args_of, merge
 from raysgd.errors import CheckpointError, ConfigError
 from support import declared
@@ -156,7 +158,7 @@ def test_a_finished_training_is_recognised(tmp_path: Path) -> None:
     values = training(max_epochs=1, checkpoint__save_dir=str(tmp_path), checkpoint__resume_from="last")
     run(values, tmp_path / "run_001" / "checkpoints")
     args = args_of(values)
-    start = find_start(args)
+    start = find_start(args).checkpoint
     assert start is not None
     assert finished(args, start)["finished_train_steps"] == STEPS  # type: ignore[index]
     assert finished(args_of({**values, "max_epochs": 2}), start) is None
@@ -165,7 +167,7 @@ def test_a_finished_training_is_recognised(tmp_path: Path) -> None:
 def test_counts_are_integers_also_in_checkpoints_and_after_a_resume(tmp_path: Path) -> None:
     values = training(max_epochs=1, checkpoint__save_dir=str(tmp_path), checkpoint__resume_from="last")
     first, _ = run(values, tmp_path / "run_001" / "checkpoints")
-    start = find_start(args_of(values))
+    start = find_start(args_of(values)).checkpoint
     assert start is not None
     again, _ = run(values, tmp_path / "run_001" / "checkpoints")
     for found in (first, start.metrics, again):
@@ -177,12 +179,12 @@ def test_counts_are_integers_also_in_checkpoints_and_after_a_resume(tmp_path: Pa
 def test_resume_from_finds_last_best_paths_and_nothing(tmp_path: Path) -> None:
     values = training(checkpoint__save_dir=str(tmp_path), max_epochs=2)
     for resume_from in ("last", "best"):
-        assert find_start(args_of(merge(values, {"checkpoint.resume_from": resume_from}))) is None
+        assert find_start(args_of(merge(values, {"checkpoint.resume_from": resume_from}))).checkpoint is None
     with pytest.raises(raysgd.errors.CheckpointNotFoundError):
         find_start(args_of(merge(values, {"checkpoint.resume_from": str(tmp_path / "nothing")})))
     run(numbers([1.0], max_train_steps=3, max_epochs=3, optimizer=RISING), tmp_path / "run_001" / "checkpoints")
     found = {
-        name: find_start(args_of(merge(values, {"checkpoint.resume_from": name})))
+        name: find_start(args_of(merge(values, {"checkpoint.resume_from": name}))).checkpoint
         for name in ("last", "best", str(tmp_path / "run_001"), str(tmp_path))
     }
     places = {name: Path(str(each.path)).name for name, each in found.items() if each is not None}
@@ -220,18 +222,10 @@ def test_the_best_checkpoint_is_never_one_whose_loss_is_nan(tmp_path: Path) -> N
     values = numbers([1.0], max_train_steps=2, max_epochs=2, checkpoint__save_dir=str(tmp_path))
     values = merge(values, {"model.type": "support.declared.Diverging", "checkpoint.resume_from": "best"})
     run(values, tmp_path / "run_001" / "checkpoints")
-    losses = [each.metrics["loss"] for each in list_checkpoints(str(tmp_path))]
+    losses = [each.metrics["loss"] for _, each in list_manifests(Storage.from_uri(tmp_path))]
     assert losses[0] == 1.0 and math.isnan(losses[1])
-    start = find_start(args_of(values))
+    start = find_start(args_of(values)).checkpoint
     assert start is not None and start.metrics["loss"] == 1.0
-
-
-def test_runs_are_ordered_by_their_numbers(tmp_path: Path) -> None:
-    values = numbers([1.0], checkpoint__save_dir=str(tmp_path), checkpoint__resume_from="last")
-    for number in (1000, 999):
-        run(values, tmp_path / f"run_{number}" / "checkpoints")
-    start = find_start(args_of(values))
-    assert start is not None and "run_1000" in str(start.path)
 
 
 def test_an_evaluation_may_have_other_batches_than_the_training(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config import CheckpointConfig
 from raysgd.errors import CheckpointError, CheckpointNotFoundError, ConfigError, UnknownArgumentError
 from raysgd.functions import Deployer, Predictor, Trainer
+from raysgd.trainer.start import FoundCheckpoint
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
@@ -66,7 +67,8 @@ class LocalRuns:
         self._number += 1
         with raysgd.local(dataset=dataset or None, dir=self._store.storage.path_of("")):
             if start is not None:
-                raysgd.save_checkpoint(start.load() if isinstance(start, Checkpoint) else start)
+                held = start.checkpoint if isinstance(start, FoundCheckpoint) else None
+                raysgd.save_checkpoint(start if held is None else held.load())
             try:
                 return task()
             finally:
@@ -165,7 +167,7 @@ def test_fit_resumes_within_an_epoch_of_examples_by_epoch(deployer: Deployer) ->
     broken = make_trainer(deployer, collate_fn=partial(failing_collate, at=104))
     with pytest.raises(FloatingPointError):
         broken.fit(by_epoch, 2, 2, save_every_n_steps=1)
-    saved = deployer.newest_checkpoint()
+    saved = deployer.find_checkpoint("last", None).checkpoint
     assert saved is not None and saved.load()["progress"]["train_position"]["epoch"] == 1
     result = make_trainer(deployer).fit(by_epoch, 2, 2, resume_from="last")
     assert (result.num_steps, len(result.history)) == (5 + 4, 2)
@@ -319,7 +321,7 @@ def test_wrong_evaluation_is_refused_before_the_first_step(
     predictor, trainer = Predictor(deployer, collate_fn, **given), make_trainer(deployer)
     with pytest.raises(ConfigError, match=message):
         trainer.fit(EXAMPLES, 4, 1, EXAMPLES[:7], 3, eval_predictor=predictor, eval_metric_fn=metric_fn)
-    assert deployer.newest_checkpoint() is None
+    assert deployer.find_checkpoint("last", None).checkpoint is None
     if "eval_metric_fn" in settings:
         found = trainer.fit(EXAMPLES, 4, 1, EXAMPLES[:7], 3, False, predictor, metric_fn)
         assert found.history[-1]["eval_loss"] == 1.0

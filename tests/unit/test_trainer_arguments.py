@@ -5,19 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from raysgd.checkpoint.checkpoint import Checkpoint
-from raysgd.checkpoint.format.manifest import Manifest
-from raysgd.checkpoint.storage.storage import Storage
-from raysgd.checkpoint.store import CheckpointStore
-from raysgd.controller.run_plan import Start
-from raysgd.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from raysgd.trainer.arguments import check_config, check_returns, check_train_func, resolve_start
+from raysgd.errors import ConfigError
+from raysgd.trainer.arguments import check_config, check_returns, check_train_func
 from raysgd.workers.process.train_thread import takes_config
 
 
@@ -232,57 +226,3 @@ def test_returns(returns: str) -> None:
 def test_invalid_returns_is_refused_with_the_valid_values(returns: Any) -> None:
     with pytest.raises(ConfigError, match=r"'first' .* or 'all'"):
         check_returns(returns)
-
-
-# -- where to start from -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> str:
-    """A checkpoint of another run, without files."""
-    manifest = Manifest(number=9, attempt=1, iteration=7, time_total_s=1.5, world_size=1, created_s=0.0)
-    return CheckpointStore(Storage.from_uri(tmp_path)).commit(manifest)
-
-
-def test_run_starts_without_a_state_by_default() -> None:
-    assert resolve_start(None) == (Start(), None)
-
-
-@pytest.mark.parametrize("kind", [str, Path, Checkpoint.from_path])
-def test_run_resumes_from_a_checkpoint_with_its_own_numbering(kind: Callable[[str], Any], checkpoint: str) -> None:
-    start, state = resolve_start(kind(checkpoint))
-    assert state is None
-    assert start == Start(checkpoint, iteration=7, time_total_s=1.5, number=0)
-
-
-@pytest.mark.parametrize("state", [{"epoch": 3}, ({"w": [1.0]}, {"lr": 0.1}), [1], 3, b"x"])
-def test_run_resumes_from_any_state_that_save_checkpoint_takes(state: Any) -> None:
-    assert resolve_start(state) == (Start(), state)
-
-
-@pytest.mark.parametrize(
-    ("given", "kind"),
-    [(len, "a builtin_function_or_method"), (dict, "a type"), (object(), "an object")],
-)
-def test_invalid_resume_from_is_refused(given: Any, kind: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"run\(resume_from=\.\.\.\) got {kind}; give a Checkpoint, a path, or a state"
-    ):
-        resolve_start(given)
-
-
-def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint at"):
-        resolve_start(tmp_path / "nothing")
-
-
-def test_deleted_checkpoint_is_refused(tmp_path: Path, checkpoint: str) -> None:
-    held = Checkpoint.from_path(checkpoint)
-    CheckpointStore(Storage.from_uri(tmp_path)).delete(9)
-    with pytest.raises(CheckpointNotFoundError):
-        resolve_start(held)
-
-
-def test_checkpoint_in_memory_only_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="memory only"):
-        resolve_start(Checkpoint(None))

@@ -32,11 +32,11 @@ class Checked(Exception):
 
 
 def begin(monkeypatch: pytest.MonkeyPatch, callback: Callback, runtime_env: dict[str, Any], **settings: Any) -> None:
-    def raise_checked(resume_from: Any) -> Any:
+    def raise_checked(*_: Any) -> Any:
         raise Checked
 
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env=runtime_env))
-    monkeypatch.setattr(assembly, "resolve_start", raise_checked)
+    monkeypatch.setattr(assembly, "_make_request", raise_checked)
     spec = make_spec(backend="none", **settings)
     run = assembly.check_run(RunArguments(print, callbacks=[callback]))
     assembly.begin_run(cast(Any, None), spec, run, "runs")

@@ -151,6 +151,8 @@ class Run:
             self._record_event(
                 c.RecordEvent("run_start", {**start, "train_func": self._request.description.get("train_func")})
             )
+            for line in self._request.start.skipped:
+                self.warn(line)
         self._files.start()
         self._group.on_joining_worker(lambda: self._feed(c.JoiningWorkerReady()))
         self._group.on_wait = self.warn
