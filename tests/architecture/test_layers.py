@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from support.project import PACKAGE, ROOT, modules
 
@@ -29,6 +32,17 @@ def _imported(path: Path, known: set[str]) -> Iterator[str]:
                 yield from (alias.name for alias in node.names)
             case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(module))]):
                 yield module
+
+
+def test_page_of_the_architecture_has_the_layers_of_the_contract() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python has it from 3.11 on
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    layers = [re.findall(r"\w+", line) for line in contract["contracts"][0]["layers"]]
+    page = (ROOT / "doc" / "architecture.md").read_text(encoding="utf-8").partition("\n## Layers\n")[2]
+    drawn = page.partition("```text\n")[2].partition("```")[0]
+    assert [re.findall(r"\w+", line) for line in drawn.splitlines()] == layers
+    exist = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}
+    assert [name for line in layers for name in line if name not in exist] == []
 
 
 def test_modules_have_no_circles_even_for_type_checkers() -> None:

@@ -48,6 +48,17 @@ async def test_barrier_without_rank_0_gives_an_empty_payload() -> None:
     assert await waiting == b""
 
 
+async def test_rank_whose_answer_was_lost_asks_again_before_and_after_the_others_have_come() -> None:
+    barriers = Barriers(2)
+    lost, again = await join(barriers, 1, 3), await join(barriers, 1, 3)
+    lost.cancel()
+    await asyncio.sleep(0)
+    assert await barriers.join(0, "broadcast", 3, b"x") == b"x" == await again
+    assert await barriers.join(1, "broadcast", 3, None) == b"x"
+    barriers.end()
+    assert await barriers.join(1, "broadcast", 3, None) is None
+
+
 async def test_end_of_the_attempt_releases_all_ranks() -> None:
     barriers = Barriers(2)
     waiting = await join(barriers, 1)

@@ -5,13 +5,14 @@ A worker imports this module once its framework is loaded. The TrainerActor does
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
 from raysgd.backends.base import Backend, Member
 from raysgd.checkpoint.checkpoint import Checkpoint, load_state
@@ -32,6 +33,9 @@ from raysgd.workers.pickling import dumps, loads, loads_call
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.process.attempt import Attempt, WorkerCallbacks
 from raysgd.workers.process.first_snapshot import FirstSnapshot
+
+#: Seconds before a call to the TrainerActor is made again. An `AttemptEnded` arrives after them at the latest.
+_ASK_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -188,24 +192,31 @@ class ControllerLink:
         self._handle: Any = None
 
     def join_barrier(self, what: str, index: int, payload: bytes | None) -> bytes | None:
-        answer = ray.get(self._controller().join_barrier.remote(*self._key, self._rank, what, index, payload))
+        answer = self._ask("join_barrier", self._rank, what, index, payload)
         if answer is None:
             raise AttemptEnded("the attempt ended while ranks were waiting for each other")
         return bytes(answer)
 
     def newest_checkpoint(self, index: int, num_saves: int) -> FromCheckpoint | None:
-        uri = ray.get(self._controller().newest_checkpoint.remote(*self._key, index, num_saves))
+        uri = self._ask("newest_checkpoint", index, num_saves)
         return None if uri is None else FromCheckpoint(uri)
 
     def list_checkpoints(self, index: int, num_saves: int) -> list[Checkpoint]:
-        listed = ray.get(self._controller().list_checkpoints.remote(*self._key, index, num_saves))
+        listed = self._ask("list_checkpoints", index, num_saves)
         return [] if listed is None else list(listed)
 
-    def _controller(self) -> Any:
-        """Return the TrainerActor's handle; made at the first call only, because Ray imports the actor's class for it."""
-        if self._handle is None:
-            self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
-        return self._handle
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Call the TrainerActor, again if no answer comes: a cut connection does not end train_func.
+
+        The TrainerActor notices a cut that is too long, and ends the attempt. Each of these calls may be made twice.
+        """
+        while True:
+            try:
+                if self._handle is None:  # not before the first call, because Ray imports the actor's class for it
+                    self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
+                return ray.get(getattr(self._handle, method).remote(*self._key, *args))
+            except (ActorUnavailableError, GetTimeoutError):
+                time.sleep(_ASK_AGAIN_S)
 
 
 def _starting_point(run: RunOrder, order: AttemptOrder) -> FromMemory | FromCheckpoint | FromState | None:
