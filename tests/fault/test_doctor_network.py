@@ -24,6 +24,8 @@ COMMAND = (sys.executable, "-m", "raysgd.cli")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     """Yield three machines of two CPUs; the first two are nodes of a cluster."""
     with Machines(tmp_path_factory.mktemp("machines"), 3) as made:
+        for machine in range(3):
+            made.boot(machine)
         made.start_ray(0, 1)
         yield made
 
