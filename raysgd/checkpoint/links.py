@@ -44,15 +44,19 @@ class CheckpointLinks:
         self._best: Manifest | None = None
 
     def repair(self) -> None:
-        """Make both lead where they should, after a crash or for a new run. Reads the manifests of all runs."""
+        """Make both lead where they should, after a crash, for a new run, or when one was deleted. Reads all manifests."""
         found = list_manifests(self._runs)
-        if not found:
-            return
-        self._link(LAST, *found[-1])
         best = None if self._best_by is None else find_best([each.metrics for _, each in found], self._best_by)
+        if found:
+            self._link(LAST, *found[-1])
+        else:
+            self._unlink(LAST)
         if best is not None:
             store, self._best = found[best]
             self._link(BEST, store, self._best)
+        elif self._best_by is not None:
+            self._best = None
+            self._unlink(BEST)
 
     def update(self, manifest: Manifest) -> None:
         """Make them lead to a checkpoint of this run that was committed, or whose metrics have changed."""
@@ -66,6 +70,13 @@ class CheckpointLinks:
         if best is not None and candidates[best] is manifest:
             self._best = manifest
             self._link(BEST, self._store, manifest)
+
+    def _unlink(self, link: str) -> None:
+        if not self._runs.is_local:
+            self._runs.delete_file(link)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._runs.path_of(link))
 
     def _link(self, link: str, store: CheckpointStore, manifest: Manifest) -> None:
         run = store.storage.parent().name

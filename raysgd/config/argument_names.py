@@ -86,7 +86,7 @@ RUN_HINTS = {
     **_each(
         _GIVE_TO_TRAINER,
         "num_workers backend backend_args cpus_per_worker gpus_per_worker resources_per_worker placement_strategy "
-        "runtime_env seed run_config failure_config checkpoint_config",
+        "runtime_env seed run_config failure_config",
     ),
     "workers": _GIVE_TO_TRAINER.format("num_workers"),
     "gpu_per_worker": _GIVE_TO_TRAINER.format("gpus_per_worker"),

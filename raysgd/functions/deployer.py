@@ -23,11 +23,10 @@ from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingCon
 from raysgd.config.argument_names import TRAINER_HINTS, refuse_unknown
 from raysgd.config.checks import check_count, split_path
 from raysgd.config.scaling import PlacementStrategy
-from raysgd.errors import ConfigError, UsageError
+from raysgd.errors import ConfigError
 from raysgd.functions.runs import FunctionRuns, RunCallbacks
-from raysgd.session import context
-from raysgd.trainer.spec import make_spec
 from raysgd.trainer.start import FoundCheckpoint, find_checkpoint, find_newest
+from raysgd.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
     from raysgd.functions.sharding import ShardingRules
@@ -106,11 +105,6 @@ class Deployer:
         failure_config: FailureConfig | None = None,
         checkpoint_config: CheckpointConfig | None = None,
     ) -> None:
-        session = context.installed()
-        if session is not None and session.in_worker:
-            raise UsageError(
-                "a Deployer inside train_func would wait for workers that can never start; make it in the driver."
-            )
         self.jax_seed = check_count("jax_seed", jax_seed, minimum=0)
         self.n_model_shards = check_count("n_model_shards", n_model_shards, minimum=1)
         workers = _number_of_workers(num_workers, n_processes)
@@ -126,7 +120,8 @@ class Deployer:
         self.num_workers = scaling.min_workers if math.isinf(scaling.max_workers) else int(scaling.max_workers)
         self.workdir = None if workdir is None else _absolute(os.fspath(workdir))
         loggers = RunCallbacks(run_tensorboard, run_wandb, wandb_init_kwargs, verbose)
-        spec = make_spec(
+        self.checkpoint_config = checkpoint_config or CheckpointConfig()
+        trainer = Trainer(
             num_workers=workers,
             backend=backend,
             cpus_per_worker=cpus_per_worker,
@@ -142,7 +137,7 @@ class Deployer:
             checkpoint_config=checkpoint_config,
         )
         #: Starts the runs of `Trainer` and `Predictor`.
-        self.runs = FunctionRuns(spec, loggers)
+        self.runs = FunctionRuns(trainer, loggers)
 
     @property
     def evaluations_folder(self) -> str | None:
@@ -319,7 +314,7 @@ class Deployer:
 
     def shutdown(self) -> None:
         """End the workers and release their resources. May be called again."""
-        self.runs.shutdown()
+        self.runs.trainer.shutdown()
 
     def __enter__(self) -> Deployer:
         return self
@@ -327,7 +322,7 @@ class Deployer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.runs.leave()
+        self.runs.trainer.__exit__(kind, error, traceback)
 
 
 def _number_of_workers(num_workers: Any, n_processes: Any) -> Any:

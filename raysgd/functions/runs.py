@@ -1,4 +1,4 @@
-"""`FunctionRuns`: the runs of JAX functions, on workers that stay up between them. Driver side."""
+"""`FunctionRuns`: the runs of JAX functions, on the workers of one `raysgd.Trainer`. Driver side."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from raysgd.callbacks.wandb import WandbCallback
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.config import CheckpointConfig
 from raysgd.config.checks import check_bool
-from raysgd.controller.requests import TrainerSpec
 from raysgd.errors import RaySGDError
 from raysgd.functions.tasks import EvalLossTask, FitTask, PredictTask
-from raysgd.trainer.arguments import RunArguments
-from raysgd.trainer.runs import RunManager
+from raysgd.trainer.trainer import Trainer
 
 
 class RunCallbacks:
@@ -47,16 +45,15 @@ class FunctionRuns:
     """Runs tasks on the workers of a `Deployer`.
 
     Args:
-        spec: The settings of a `raysgd.Trainer`.
+        trainer: Has the workers.
         callbacks: Makes the callbacks of each run.
 
     Attributes:
-        spec: As above.
+        trainer: As above.
     """
 
-    def __init__(self, spec: TrainerSpec, callbacks: RunCallbacks) -> None:
-        self.spec = spec
-        self._manager = RunManager(spec)
+    def __init__(self, trainer: Trainer, callbacks: RunCallbacks) -> None:
+        self.trainer = trainer
         self._callbacks = callbacks
 
     def run(
@@ -80,39 +77,18 @@ class FunctionRuns:
             checkpoint_config: Which checkpoints are kept.
         """
         own = self._callbacks.make(with_loggers=isinstance(task, FitTask))
-        arguments = RunArguments(
-            task, config, dict(dataset) or None, [*own, *callbacks], start, checkpoint_config=checkpoint_config
+        return self.trainer.run(
+            task,
+            config,
+            dataset=dict(dataset) or None,
+            callbacks=[*own, *callbacks],
+            resume_from=start,
+            checkpoint_config=checkpoint_config,
         )
-        stream = None
-        try:
-            stream = self._manager.begin(arguments)
-            return stream.get_returns()
-        except KeyboardInterrupt:
-            self._manager.interrupt(stream)
-            raise
 
-    @property
-    def run_dir(self) -> str | None:
-        """The folder of the latest run, or None."""
-        return self._manager.latest.run_dir
-
-    def list_checkpoints(self) -> dict[int, Checkpoint]:
-        """Return the checkpoints of the latest run that are on storage, by number, when all are written."""
-        newest = self._manager.latest.newest_checkpoint()
-        stream = self._manager.latest.stream
-        return {} if newest is None or stream is None else stream.checkpoints
-
-    def delete_checkpoint(self, number: int) -> None:
+    def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Delete a checkpoint of the latest run. A failure is logged: the training has succeeded."""
         try:
-            self._manager.latest.delete_checkpoint(number)
+            self.trainer.delete_checkpoint(checkpoint)
         except (RaySGDError, RayError) as error:
-            get_logger().warning("checkpoint %d of %s could not be deleted: %s", number, self.run_dir, error)
-
-    def shutdown(self) -> None:
-        """End the workers and release their resources. May be called again."""
-        self._manager.shutdown()
-
-    def leave(self) -> None:
-        """End a ``with`` block."""
-        self._manager.leave()
+            get_logger().warning("%s could not be deleted: %s", checkpoint.path, error)

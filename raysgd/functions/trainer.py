@@ -323,7 +323,7 @@ class Trainer:
             get_logger().info(
                 "save_opt_states=False: after a failure, or with resume_from, the optimizer starts with a new state."
             )
-        config = kept.config(self.deployer.runs.spec.checkpoint_config)
+        config = kept.config(self.deployer.checkpoint_config)
         found_start = self.deployer.find_checkpoint(resume_from, best_by(config))
         resumed = found_start.checkpoint
         _, state = self._newest
@@ -441,29 +441,25 @@ class Trainer:
 
     def _finish(self, found: Mapping[str, Any], kept: _Kept, resumed: Checkpoint | None) -> FitResult:
         runs = self.deployer.runs
-        by_number = runs.list_checkpoints()
         history = list(found["history"])
-        newest = max(by_number, default=None)
+        saved = runs.trainer.list_checkpoints()
         earlier = [] if resumed is None else _earlier_checkpoints(resumed, history)
-        if newest is None and resumed is not None:  # the training was finished already
+        if not saved and resumed is not None:  # the training was finished already
             self._newest = resumed.path, None
-        checkpoints = kept.name([*earlier, *(by_number[number] for number in sorted(by_number))])
-        if newest is not None:
-            path = str(by_number[newest].path)
-            self._newest = path, None
-            if all(each.path != path for each in checkpoints.values()):  # nobody asked for it
-                self._newest = None, {"train_state": Checkpoint.from_path(path).load()["train_state"]}
-                runs.delete_checkpoint(newest)
-        if kept.every:
-            named = {each.path for each in checkpoints.values()}
-            for number, each in by_number.items():
-                if each.path not in named:
-                    runs.delete_checkpoint(number)
+        checkpoints = kept.name([*earlier, *saved])
+        named = set(checkpoints.values())
+        if saved:
+            self._newest = saved[-1].path, None
+            if saved[-1] not in named:  # nobody asked for it
+                self._newest = None, {"train_state": saved[-1].load()["train_state"]}
+        for each in saved if kept.every else saved[-1:]:
+            if each not in named:
+                runs.delete_checkpoint(each)
         self._counts_epochs_in_all = False
         self._first_epoch = int(found["epoch"])
         metrics = dict(history[-1]) if history else {}
         counts = found["num_steps"], dict(found["num_compilations"])
-        return FitResult(metrics, history, *counts, checkpoints, runs.run_dir, self, self._newest)
+        return FitResult(metrics, history, *counts, checkpoints, runs.trainer.run_dir, self, self._newest)
 
 
 @dataclass(frozen=True)

@@ -117,10 +117,20 @@ class RunHandle:
         channel, latest = self._latest("cancel()")
         channel.call("stop", latest["run_id"], "Trainer.cancel() was called", True)
 
-    def delete_checkpoint(self, number: int) -> None:
-        """Let the TrainerActor delete a checkpoint of the run, which is over."""
+    def list_checkpoints(self) -> list[Checkpoint]:
+        checkpoints = self._checkpoints()
+        return [checkpoints[number] for number in sorted(checkpoints)]
+
+    def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Let the TrainerActor delete a checkpoint of the run, which is over; see `raysgd.Trainer.delete_checkpoint`."""
         channel, latest = self._latest("delete_checkpoint()")
+        checkpoints = self._checkpoints()
+        number = next((number for number, each in checkpoints.items() if each == checkpoint), None)
+        if number is None:
+            raise UsageError(f"{checkpoint!r} is not a checkpoint of the latest run, {self.run_dir}.")
         channel.call("delete_checkpoint", latest["run_id"], number)
+        if self.stream is not None:
+            self.stream.forget_checkpoint(number)
 
     def newest_checkpoint(self) -> Checkpoint | None:
         checkpoints = self._checkpoints()

@@ -259,6 +259,10 @@ class ResultStream:
         """The checkpoints of the run that are on storage, by number."""
         return dict(self._checkpoints)
 
+    def forget_checkpoint(self, number: int) -> None:
+        """Forget a checkpoint that was deleted after the end of the run."""
+        self._checkpoints.pop(number, None)
+
     # -- the reader thread ----------------------------------------------------------------------------------------
 
     def _add(self, batch: list[Frame]) -> None:

@@ -174,6 +174,7 @@ class Trainer:
         resume_from: Any = None,
         reduce: Mapping[str, Reduction] | None = None,
         returns: Returns = "first",
+        checkpoint_config: CheckpointConfig | None = None,
     ) -> Any:
         """Run train_func on all workers and return what it returned on rank 0, as if it had been called directly.
 
@@ -194,6 +195,7 @@ class Trainer:
                 last first``. A nested metric is named by its keys, with ``/``. With ``workers_per_replica``, one rank of each
                 replica of the model counts in ``mean`` and ``sum``.
             returns: ``"all"`` returns the list of all ranks' values.
+            checkpoint_config: Which checkpoints of this run are kept; None: as for the Trainer.
 
         Raises:
             Exception: What train_func raised, as its own type; its ``__cause__`` has the worker's traceback and rank.
@@ -207,7 +209,9 @@ class Trainer:
         stream = None
         try:
             self._class_api.check_no_instances()
-            arguments = RunArguments(train_func, config, dataset, callbacks, resume_from, reduce, returns)
+            arguments = RunArguments(
+                train_func, config, dataset, callbacks, resume_from, reduce, returns, checkpoint_config
+            )
             stream = self._runs.begin(arguments)
             return stream.get_returns()
         except KeyboardInterrupt:
@@ -226,10 +230,13 @@ class Trainer:
         resume_from: Any = None,
         reduce: Mapping[str, Reduction] | None = None,
         returns: Returns = "first",
+        checkpoint_config: CheckpointConfig | None = None,
     ) -> ResultStream:
         """Start a run and return the stream of its results at once. Arguments and errors as for `run`."""
         self._class_api.check_no_instances()
-        arguments = RunArguments(train_func, config, dataset, callbacks, resume_from, reduce, returns)
+        arguments = RunArguments(
+            train_func, config, dataset, callbacks, resume_from, reduce, returns, checkpoint_config
+        )
         return self._runs.begin(arguments)
 
     @leaves_raysgd
@@ -347,6 +354,20 @@ class Trainer:
             WorkerError: The controller process has died.
         """
         self._latest.cancel()
+
+    def list_checkpoints(self) -> list[Checkpoint]:
+        """Return the checkpoints of the latest run that are on storage, oldest first, when all are written."""
+        return self._latest.list_checkpoints()
+
+    @leaves_raysgd
+    def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Delete a checkpoint of the latest run, which is over. ``last`` and ``best`` do not lead to it any more.
+
+        Raises:
+            UsageError: It is not one of that run.
+            CheckpointError: It could not be deleted.
+        """
+        self._latest.delete_checkpoint(checkpoint)
 
     def get_last_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint of the latest run, or None."""

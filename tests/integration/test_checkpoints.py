@@ -22,6 +22,7 @@ from raysgd.errors import (
     ReshardError,
     StorageError,
     UnsafeStateError,
+    UsageError,
 )
 from support.poll import until
 from support.runs import events_of, latest_run, make_trainer, quiet, travels_by_value
@@ -523,3 +524,25 @@ def test_parts_of_an_incomplete_checkpoint_are_deleted(trainer: raysgd.Trainer) 
     (left,) = latest_run(trainer).checkpoints
     assert left.load(rank=1)["step"] == 1
     assert os.listdir(Path(str(trainer.run_dir)) / "checkpoints") == ["checkpoint_000001"]
+
+
+def test_checkpoints_are_listed_and_deleted_by_the_driver(ray_cluster: Any, tmp_path: Path) -> None:
+    def save_three(config: dict[str, Any]) -> None:
+        for value in range(3):
+            raysgd.save_checkpoint({"value": value}, metrics={"score": -value})
+
+    kept = raysgd.CheckpointConfig(num_to_keep=2, links=True, score_attribute="score")
+    run_config = raysgd.RunConfig(name="mine", storage_path=tmp_path)
+    with raysgd.Trainer(1, "none", run_config=run_config) as trainer:
+        trainer.run(save_three, callbacks=[raysgd.callbacks.ProgressCallback(mode="off")], checkpoint_config=kept)
+        first, _, last = trainer.list_checkpoints()  # the best two, and the newest
+        assert [first.load(), last.load()] == [{"value": 0}, {"value": 2}]
+        for deleted, left in ((last, 1), (first, 1)):
+            trainer.delete_checkpoint(deleted)
+            assert raysgd.Checkpoint.from_path(tmp_path / "mine" / "last").load() == {"value": left}
+        assert raysgd.Checkpoint.from_path(tmp_path / "mine" / "best").load() == {"value": 1}
+        with pytest.raises(UsageError, match="is not a checkpoint of the latest run"):
+            trainer.delete_checkpoint(first)
+        trainer.delete_checkpoint(trainer.list_checkpoints()[0])
+        assert trainer.list_checkpoints() == [] and not (tmp_path / "mine" / "last").is_symlink()
+        assert trainer.run(lambda config: raysgd.load_checkpoint(), resume_from="last") is None

@@ -49,8 +49,8 @@ def one_device() -> Iterator[None]:
 class LocalRuns:
     """Runs the tasks of a `Deployer` in this process, each in a folder as a run of workers has it."""
 
-    def __init__(self, spec: Any, folder: Path) -> None:
-        self.spec = spec
+    def __init__(self, folder: Path) -> None:
+        self.trainer = self
         self._folder = folder
         self._number = 0
 
@@ -83,17 +83,17 @@ class LocalRuns:
     def _store(self) -> CheckpointStore:
         return CheckpointStore(Storage.from_uri(self.run_dir).child("checkpoints"))
 
-    def list_checkpoints(self) -> dict[int, Checkpoint]:
-        return {each.number: Checkpoint.from_path(self._store.path(each.number)) for each in self._store.list()}
+    def list_checkpoints(self) -> list[Checkpoint]:
+        return [Checkpoint.from_path(self._store.path(each.number)) for each in self._store.list()]
 
-    def delete_checkpoint(self, number: int) -> None:
-        self._store.delete(number)
+    def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self._store.delete(int(str(checkpoint.path)[-6:]))
 
 
 @pytest.fixture
 def deployer(tmp_path: Path) -> Deployer:
     deployer = Deployer(3, workdir=tmp_path / "work", verbose=False)
-    deployer.runs = LocalRuns(deployer.runs.spec, tmp_path / "work")  # type: ignore[assignment]
+    deployer.runs = LocalRuns(tmp_path / "work")  # type: ignore[assignment]
     return deployer
 
 
@@ -354,10 +354,8 @@ def test_own_loop_trains_and_evaluates_as_fit_does(deployer: Deployer) -> None:
 def test_checkpoint_of_every_kth_epoch_is_kept(deployer: Deployer, k: int, kept: list[str]) -> None:
     result = make_trainer(deployer).fit(EXAMPLES, 4, 5, save_ckpt_every_k_epochs=k, save_every_n_steps=1)
     assert sorted(result.checkpoints) == kept
-    numbers = deployer.runs.list_checkpoints()
-    assert sorted(str(each.path) for each in numbers.values()) == sorted(
-        str(each.path) for each in result.checkpoints.values()
-    )
+    saved = deployer.runs.trainer.list_checkpoints()
+    assert sorted(str(each.path) for each in saved) == sorted(str(each.path) for each in result.checkpoints.values())
     assert result.checkpoints["last"].metrics["epoch"] == 4
     with pytest.raises(ConfigError, match="save_ckpt_every_k_epochs=0"):
         make_trainer(deployer).fit(EXAMPLES, 4, 1, save_ckpt_every_k_epochs=0)

@@ -88,7 +88,7 @@ def test_deployer_counts_copies_of_the_model(
 ) -> None:
     deployer = Deployer(0, **settings)
     assert (deployer.num_workers, deployer.axis_sizes) == (workers, sizes)
-    assert deployer.runs.spec.scaling.workers_per_replica == replica
+    assert deployer.runs.trainer._spec.scaling.workers_per_replica == replica
 
 
 def test_address_of_the_first_host_is_answered_by_a_message(caplog: pytest.LogCaptureFixture) -> None:
@@ -367,4 +367,4 @@ def test_workdir_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     deployer = Deployer(0, workdir="work")
     assert deployer.workdir == str(tmp_path / "work")
-    assert deployer.runs.spec.run_config.storage_path == str(tmp_path)
+    assert deployer.runs.trainer._spec.run_config.storage_path == str(tmp_path)

@@ -224,6 +224,7 @@ class Run:
         if not self.is_closed:
             raise UsageError("the run is live, and decides itself which checkpoints it keeps; wait for its end.")
         await asyncio.to_thread(self._files.store.delete, number)
+        await asyncio.to_thread(self._files.repair_links)
         self._record_event(c.RecordEvent("checkpoint_deleted", {"number": number}))
         await self._files.flush()
 

@@ -91,8 +91,7 @@ class RunFiles:
     def start(self) -> None:
         """Start to flush the journal regularly, and repair the links that a crash may have left behind."""
         self._flusher = asyncio.get_running_loop().create_task(self._flush_regularly())
-        if self._links is not None:
-            self._writer.submit(self._change_links, self._links.repair)
+        self._writer.submit(self.repair_links)
 
     def stop_flushing(self) -> None:
         """Stop the regular flushes; `flush` writes what is left."""
@@ -117,6 +116,11 @@ class RunFiles:
         """Change a checkpoint on storage, after the journal has what came before: the next controller knows what was done."""
         await self._flush(self._writer)  # also reports: a resumed run does not make them again
         await self._in_writer(write, what)
+
+    def repair_links(self) -> None:
+        """Make ``last`` and ``best`` lead where they should; reads the manifests of all runs."""
+        if self._links is not None:
+            self._change_links(self._links.repair)
 
     async def _update_links(self, manifest: Manifest) -> None:
         if self._links is not None:
