@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import logging
+import os
 import pickle
 import secrets
 import socket
 import struct
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +26,9 @@ TOKEN_BYTES = 32
 #: What follows the token: the length of a JSON object that says what is wanted.
 HELLO_LENGTH = struct.Struct("!H")
 
+_DESCRIPTORS = "/proc/self/fd"
+_TCP_RTO_MAX_MS = 44  # of Linux 6.15; Python has no name for it
+_RTO_MAX_MS = 1000
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a peer that is cut off is noticed in 25 s
 
 
@@ -60,6 +66,48 @@ def tune(line: Any) -> None:
     for name, value in _KEEPALIVE.items():
         with contextlib.suppress(AttributeError, OSError):  # not every system has them
             line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def shorten_retransmissions() -> None:
+    """Have the kernel send again what a peer has not acknowledged at most a second after the last try, on all TCP connections.
+
+    While a cable is out, it waits twice as long after each try, so that a connection may be silent for as long as the cable was
+    out when it is in again. Linux has the limit from 6.15 on, for each connection; other systems are left as they are.
+    """
+    if (
+        not _can_shorten() or socket.getdefaulttimeout() is not None
+    ):  # a socket object would make the descriptor non-blocking
+        return
+    with contextlib.suppress(OSError):
+        for name in os.listdir(_DESCRIPTORS):
+            with contextlib.suppress(OSError):  # closed meanwhile, no socket, or not of TCP
+                if os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
+                    with open_again(int(name)) as line:
+                        line.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RTO_MAX_MS)
+
+
+def open_again(descriptor: int) -> socket.socket:
+    """Return another socket object for a descriptor.
+
+    Raises:
+        OSError: It belongs to another file by now.
+    """
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
+@functools.cache
+def _can_shorten() -> bool:
+    if not sys.platform.startswith("linux"):
+        return False
+    with contextlib.suppress(OSError), socket.socket() as line:
+        line.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RTO_MAX_MS)
+        return True
+    return False
 
 
 _LENGTH = struct.Struct("!Q")

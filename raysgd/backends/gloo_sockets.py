@@ -21,6 +21,8 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from raysgd.transport import open_again
+
 #: Host and port.
 Address = tuple[str, int]
 _LISTENING = "LISTEN"  # as psutil names the state
@@ -77,7 +79,7 @@ def list_listeners() -> set[Address]:
     for name in os.listdir(_DESCRIPTORS):
         with contextlib.suppress(OSError):  # closed meanwhile, or no socket
             if os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
-                with _open_again(int(name)) as opened:
+                with open_again(int(name)) as opened:
                     if opened.family in _FAMILIES and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         found.add(_address(opened.getsockname()))
     return found
@@ -105,21 +107,11 @@ def _sockets() -> list[Any]:
 
 
 def _shut_down(connection: Any) -> bool:
-    with _open_again(connection.fd) as link:
+    with open_again(connection.fd) as link:
         if _address(link.getpeername()) != _address(connection.raddr):
             return False
         link.shutdown(socket.SHUT_RDWR)
         return True
-
-
-def _open_again(descriptor: int) -> socket.socket:
-    """Return another socket object for a descriptor; raises OSError if it belongs to another file by now."""
-    copy = os.dup(descriptor)
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
 
 
 def _address(name: Any) -> Address:

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.transport import MAX_MESSAGE_BYTES, TOKEN_BYTES, Endpoint, connect, pack, read_message, receive_message
+from raysgd.transport import (
+    MAX_MESSAGE_BYTES,
+    TOKEN_BYTES,
+    Endpoint,
+    connect,
+    pack,
+    read_message,
+    receive_message,
+    shorten_retransmissions,
+)
 from support.listening import Loop, listening
 from support.poll import until
 
@@ -154,3 +163,19 @@ def test_closed_listener_accepts_no_connection(loop: Loop) -> None:
 
 def test_token_is_not_in_the_repr() -> None:
     assert "secret" not in repr(Endpoint("127.0.0.1", 1, b"secret"))
+
+
+def test_connections_of_the_process_send_again_at_most_a_second_after_the_last_try() -> None:
+    """Otherwise one that was cut off for 15 s may be silent for 10 s more when the cable is in again."""
+    option = 44  # TCP_RTO_MAX_MS of Linux 6.15
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as line:
+        try:
+            line.getsockopt(socket.IPPROTO_TCP, option)
+        except OSError:
+            pytest.skip("this kernel has no limit for a connection")
+        shorten_retransmissions()
+        accepted, _ = server.accept()
+        with accepted:
+            assert line.getsockopt(socket.IPPROTO_TCP, option) == 1000
+            line.sendall(b"x")
+            assert accepted.recv(1) == b"x"

@@ -12,6 +12,7 @@ from raysgd.controller import commands as c
 from raysgd.controller.policies.hang import Hang, HangPolicy, blame
 from raysgd.controller.policies.mismatch import Mismatch, MismatchPolicy
 from raysgd.controller.policies.straggler import Straggler, StragglerPolicy
+from raysgd.transport import shorten_retransmissions
 
 if TYPE_CHECKING:
     from raysgd.workers.group.group import WorkerGroup
@@ -75,6 +76,7 @@ class Watch:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
+        shorten_retransmissions()
         drains = watch_drains(self._group.drains, lambda *drain: self._feed(c.NodeDraining(self._attempt, *drain)))
         self._tasks = [self._loop.create_task(self._watch_workers()), self._loop.create_task(drains)]
 

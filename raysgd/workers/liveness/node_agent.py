@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raysgd.transport import shorten_retransmissions
 from raysgd.workers.liveness.deaths import describe_death, may_be_memory
 from raysgd.workers.liveness.memory import MemoryEvidence, MemoryWatch
 from raysgd.workers.liveness.stacks import read_stacks
@@ -83,6 +84,7 @@ class NodeAgent(Watched):
 
     def check_processes(self, pids: Sequence[int]) -> list[ProcessStatus | None]:
         """Return the status of each process; None for one that is gone."""
+        shorten_retransmissions()
         return [read_status(pid) for pid in pids]
 
     def expect_exit(self, pid: int) -> None:

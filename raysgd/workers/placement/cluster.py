@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _DRAINING_TIMEOUT_S = 2.0
 #: The time for a living node to accept a connection.
 _CONNECT_TIMEOUT_S = 0.5
-#: The time for a node that is just starting on this machine to join the cluster.
+#: The time for a node that runs on this machine to be found.
 _START_NODE_S = 5
 #: Seconds between two looks at the nodes of a cluster that is not whole yet.
 _JOIN_INTERVAL_S = 1.0
@@ -80,6 +80,8 @@ def check_node_here(address: str) -> None:
     try:
         services.get_node_to_connect_for_driver(GcsClient(address=address), timeout_seconds=_START_NODE_S)
     except RuntimeError as error:
+        if address in services._find_address_from_flag("--gcs-address"):  # its node here is starting: `ray.init` waits
+            return
         why = f": {error}" if services.find_node_ids() else ""
         raise ConnectionError(
             f"no node of the cluster at {address} runs on this machine, and a process connects through a node{why}. Run this "

@@ -41,6 +41,7 @@ from raysgd.session.metrics import read_deferred
 from raysgd.session.progress import Heartbeat, Spent
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import WorkerSession
+from raysgd.transport import shorten_retransmissions
 from raysgd.workers.orders import AttemptOrder, Position, RunOrder
 from raysgd.workers.pickling import check_returned, dumps, dumps_error, dumps_returned, last_line, user_part
 from raysgd.workers.process import train_thread
@@ -236,6 +237,7 @@ class Attempt:
         self._in_setup = True
         self._backend.init_process_group(self._order.member)
         self._in_setup = False
+        shorten_retransmissions()
         context.install(self.session)
         self._first_snapshot.begin()
         self._callbacks.start()
