@@ -29,6 +29,7 @@ HELLO_LENGTH = struct.Struct("!H")
 _DESCRIPTORS = "/proc/self/fd"
 _TCP_RTO_MAX_MS = 44  # of Linux 6.15; Python has no name for it
 _RTO_MAX_MS = 1000
+_GIVE_UP_MS = 924_600  # the kernel's default: what 15 tries take with pauses that double
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a peer that is cut off is noticed in 25 s
 
 
@@ -72,7 +73,8 @@ def shorten_retransmissions() -> None:
     """Have the kernel send again what a peer has not acknowledged at most a second after the last try, on all TCP connections.
 
     While a cable is out, it waits twice as long after each try, so that a connection may be silent for as long as the cable was
-    out when it is in again. Linux has the limit from 6.15 on, for each connection; other systems are left as they are.
+    out when it is in again. Linux has the limit from 6.15 on, for each connection; other systems are left as they are, and so
+    are connections that notice a silent peer by keepalives. None is given up earlier than before.
     """
     if (
         not _can_shorten() or socket.getdefaulttimeout() is not None
@@ -83,7 +85,15 @@ def shorten_retransmissions() -> None:
             with contextlib.suppress(OSError):  # closed meanwhile, no socket, or not of TCP
                 if os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
                     with open_again(int(name)) as line:
-                        line.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RTO_MAX_MS)
+                        _shorten(line)
+
+
+def _shorten(line: socket.socket) -> None:
+    if not line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):  # the number of tries is the limit: 15
+        if line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):  # which a time limit would disable
+            return
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GIVE_UP_MS)
+    line.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RTO_MAX_MS)
 
 
 def open_again(descriptor: int) -> socket.socket:

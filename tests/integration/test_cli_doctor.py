@@ -66,7 +66,8 @@ def test_storage_that_nodes_cannot_write_is_named_for_each(run: Run, tmp_path: P
 
 def test_machine_that_is_no_node_is_refused_soon(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check_node_here(cluster.address)
-    monkeypatch.setattr("ray._private.services.find_node_ids", list)  # no process of a node runs here
+    for name in ("find_node_ids", "_find_address_from_flag"):  # no process of a node runs here
+        monkeypatch.setattr(f"ray._private.services.{name}", lambda *_: [])
     begin = time.monotonic()
     with pytest.raises(ConnectionError, match=f"no node of the cluster at {cluster.address} runs on this machine"):
         check_node_here(cluster.address)

@@ -177,5 +177,6 @@ def test_connections_of_the_process_send_again_at_most_a_second_after_the_last_t
         accepted, _ = server.accept()
         with accepted:
             assert line.getsockopt(socket.IPPROTO_TCP, option) == 1000
+            assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > 900_000, "it is given up too early"
             line.sendall(b"x")
             assert accepted.recv(1) == b"x"
