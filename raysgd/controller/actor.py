@@ -51,6 +51,7 @@ from raysgd.workers.placement.slots import remove_placement_groups
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.checkpoint import Checkpoint
+    from raysgd.controller.frames import Frame
     from raysgd.controller.processes.hosting import CallbackHosting
     from raysgd.controller.run.executor import Run
 
@@ -104,7 +105,7 @@ class TrainerActor(Watched):
         self._instances = Instances(self._group, settings.spec.failure_config.abort_grace_s)
         self._hosting: CallbackHosting | None = None
         self._listener = Listener(
-            {downlink.KIND: partial(serve_frames, self.stream), uplink.KIND: self._group.streams.inboxes.handle}
+            {downlink.KIND: partial(serve_frames, self._read), uplink.KIND: self._group.streams.inboxes.handle}
         )
         self._opening: asyncio.Future[Endpoint | None] | None = None
         self._no_listener = ""
@@ -222,16 +223,17 @@ class TrainerActor(Watched):
 
     async def stream(self, run_id: str, seq: int) -> AsyncIterator[Any]:
         """Yield batches of a run's frames, from number ``seq`` on."""
-        run = await self._announced(run_id)
-        async for batch in run.log.read(seq):
+        async for batch in await self._read(run_id, seq):
             yield batch
 
     async def frames(self, run_id: str, seq: int) -> list[Any]:
         """Return one batch of frames from number ``seq`` on, for a reader that fell behind."""
-        run = await self._announced(run_id)
-        async for batch in run.log.read(seq):
+        async for batch in await self._read(run_id, seq):
             return batch
         return []
+
+    async def _read(self, run_id: str, seq: int) -> AsyncIterator[list[Frame]]:
+        return (await self._announced(run_id)).log.read(seq)
 
     async def stop(self, run_id: str, why: str, cancel: bool, failed: Failed | None = None) -> None:
         """End a run early; ``cancel``: at once. ``failed``: the error of the callback that ends the run."""

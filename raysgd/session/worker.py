@@ -74,6 +74,7 @@ class WorkerSession(Session):
 
     Attributes:
         iterations_before: Rounds of the run before this attempt.
+        num_reports: Reports made so far in this attempt.
         expects_save: train_func has asked for a checkpoint to continue from, so it probably saves some.
     """
 
@@ -118,7 +119,7 @@ class WorkerSession(Session):
         self._start = start
         self._on_report = on_report
         self._clock_zero = time.monotonic() - time_before_s
-        self._num_reports = 0
+        self.num_reports = 0
         self._num_saves = 0
         self._num_loads = 0  # since the first save
         self._num_lists = 0
@@ -139,14 +140,14 @@ class WorkerSession(Session):
             self._check_live()
         if self.logical is not None:
             self.logical.check_outside("report()")
-        if self._gate.is_closed_for_reports and not self._gate.takes_report(self._num_reports):
+        if self._gate.is_closed_for_reports and not self._gate.takes_report(self.num_reports):
             raise AttemptEnded("the run was asked to stop")
         copied = copy_metrics(metrics)
         if (data_wait := self.progress.data_wait_fraction()) is not None:
             copied[DATA_WAIT_FRACTION] = data_wait
         closes, self._unscored = self._unscored, None
         self._event_queue.put_report((time.time(), time.monotonic() - self._clock_zero, copied), closes)
-        self._num_reports += 1
+        self.num_reports += 1
         self.progress.mark("report")
         self._last_metrics = copied
         for hook in self._on_report:
@@ -167,7 +168,7 @@ class WorkerSession(Session):
         self._check_live()
         call, self._num_saves = self._num_saves, self._num_saves + 1
         if call == 0:
-            self._saves_first = self._num_reports == 0
+            self._saves_first = self.num_reports == 0
         has_no_files = files and all_ranks and state is None
         gives_state = (all_ranks or self.world_rank == 0) and not has_no_files
         if gives_state and state is None:
@@ -261,7 +262,7 @@ class WorkerSession(Session):
 
     def hold(self) -> tuple[int, int]:
         """Return how often this rank called `should_stop` and reported; it waits at its next call of either."""
-        return self._gate.hold(self._num_reports)
+        return self._gate.hold(self.num_reports)
 
     def stop_from(self, check: int, last_report: int | None) -> None:
         """Apply the stop that all ranks agreed on; see `StopGate`."""
@@ -280,11 +281,6 @@ class WorkerSession(Session):
         self._ended = AttemptEnded(why)
         self._gate.open()
         self._save_gate.open()
-
-    @property
-    def num_reports(self) -> int:
-        """Reports made so far in this attempt."""
-        return self._num_reports
 
     @property
     def is_ended(self) -> bool:
@@ -320,7 +316,7 @@ class WorkerSession(Session):
         limit = self._save_gate.limit
         if limit is None or self._num_saves <= limit.call:
             return
-        if self._unscored is not None and (self._num_reports > 0 or self._num_saves == 1):
+        if self._unscored is not None and (self.num_reports > 0 or self._num_saves == 1):
             return
         self._event_queue.put(limit, urgent=True)
         with self.progress.waiting:
@@ -346,7 +342,7 @@ class WorkerSession(Session):
         score = copy_metrics(metrics) if metrics is not None else None if self._saves_first else self._last_metrics
         saved = Saved(
             call=call,
-            reports=self._num_reports,
+            reports=self.num_reports,
             time_total_s=time.monotonic() - self._clock_zero,
             all_ranks=all_ranks,
             is_files=files,

@@ -9,8 +9,7 @@ from hypothesis import given
 
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.journal.frame_log import RoundCount
-from raysgd.controller.rounds import RoundMerger
+from raysgd.controller.rounds import RoundCount, RoundMerger
 
 
 def attempt(number: int, world_size: int) -> Frame:

@@ -18,7 +18,7 @@ from raysgd.checkpoint.storage import storage
 from raysgd.config import FailureConfig
 from raysgd.controller import gcs_watch
 from raysgd.controller.checkpoints import memory
-from raysgd.controller.machine import lifecycle
+from raysgd.controller.machine import machine
 from raysgd.controller.policies import failure, hang, mismatch, scaling
 from raysgd.controller.processes import hosting
 from raysgd.controller.run import run_files, watch
@@ -29,14 +29,14 @@ from support.project import ROOT
 
 #: By the first cell of a row of the table of timeouts: the second cell, what must agree with it, and the number.
 TIMEOUTS: dict[str, tuple[str, Callable[[], Any], Any]] = {
-    "gathering of errors": ("0.05", lambda: lifecycle.GATHER_S, 0.05),
+    "gathering of errors": ("0.05", lambda: machine.GATHER_S, 0.05),
     "deaths together": ("0.2", lambda: group._DIE_TOGETHER_S, 0.2),
     "report of a wait": ("2", lambda: group.WAIT_REPORT_S, 2),
     "`abort_grace_s`": ("2", lambda: FailureConfig().abort_grace_s, 2),
     "fetching from memory": ("3, and 1 for each 50 MB", lambda: (memory.REACH_S, memory.REACH_BYTES_PER_S), (3, 50e6)),
     "probation of a lost node": ("5", lambda: avoided_nodes.PROBATION_S, 5),
     "report of an outage": ("10", lambda: gcs_watch.AWAY_S, 10),
-    "explanation": ("5", lambda: lifecycle.EXPLAIN_S, 5),
+    "explanation": ("5", lambda: machine.EXPLAIN_S, 5),
     "`heartbeat_timeout_s`": ("10", lambda: FailureConfig().heartbeat_timeout_s, 10),
     "`init_timeout_s` (torch)": ("10", lambda: TorchConfig().init_timeout_s, 10),
     "`timeout_s` (Horovod)": ("10", lambda: HorovodConfig().timeout_s, 10),
@@ -54,7 +54,7 @@ TIMEOUTS: dict[str, tuple[str, Callable[[], Any], Any]] = {
 
 #: Sentences of the pages, what must agree with them, and the number.
 SENTENCES: list[tuple[str, str, Callable[[], Any], Any]] = [
-    ("doc/protocol.md", "at least 30 s from a savepoint", lambda: lifecycle.SAVE_POINT_GRACE_S, 30),
+    ("doc/protocol.md", "at least 30 s from a savepoint", lambda: machine.SAVE_POINT_GRACE_S, 30),
     ("doc/protocol.md", "retried after a pause of 0.2 to 5 s", lambda: failure.RESTART_DELAY_S, 0.2),
     ("doc/protocol.md", "retried after a pause of 0.2 to 5 s", lambda: failure.MAX_RESTART_DELAY_S, 5),
     ("doc/protocol.md", "| 30 s: a warning; `mismatch_timeout_s` |", lambda: mismatch.WARN_AFTER_S, 30),

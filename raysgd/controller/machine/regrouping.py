@@ -268,10 +268,6 @@ class Pause:
         self.is_requested = True
         self._save_point.request(running, _PAUSE_REASON)
 
-    def begin(self) -> None:
-        """The run pauses now."""
-        self.is_requested = False
-
     def withdraw(self, running: Running | None) -> None:
         """Do not pause: ranks that wait only for the pause resume. ``running``: the attempt, if it can be left."""
         self.is_requested = False

@@ -141,8 +141,9 @@ class Attempt:
             batch = self._event_queue.drain(0 if was_done else SAMPLE_INTERVAL_S)
             if was_done and not batch:
                 break
-            self._warn_unsynchronized(is_over=False)
-            if sampler.is_due():
+            if self._training.can_change:
+                self._warn_unsynchronized(is_over=False)
+            if time.monotonic() >= sampler.due_at:
                 batch.append(Sample(sampler.sample(self.session.num_reports, self.heartbeat().spent)))
             if batch:
                 yield batch
@@ -341,7 +342,11 @@ def _exception_for_driver(error: BaseException, rank: int) -> BaseException:
 
 
 class TrainingCheck:
-    """Asks the backend whether this rank trains a model of its own: at the first reports, and when train_func has returned."""
+    """Asks the backend whether this rank trains a model of its own: at the first reports, and when train_func has returned.
+
+    Attributes:
+        can_change: The next report may change the answer.
+    """
 
     def __init__(self, backend: Backend, session: WorkerSession) -> None:
         self._backend = backend
@@ -349,6 +354,7 @@ class TrainingCheck:
         self._lock = threading.Lock()
         self._num_asked = 0
         self._is_found = False
+        self.can_change = True
 
     def find_unsynchronized(self, *, is_over: bool) -> str | None:
         """Return the backend's warning, once: not before the tenth report, unless train_func ``is_over``."""
@@ -366,6 +372,7 @@ class TrainingCheck:
                 get_logger().debug("the backend could not say whether ranks train alone", exc_info=True)
                 return None
             self._is_found = message is not None and (is_over or num_reports >= SYNCHRONIZED_BY_REPORT)
+            self.can_change = num_reports < SYNCHRONIZED_BY_REPORT
             return message if self._is_found else None
 
 
@@ -405,7 +412,7 @@ class WorkerCallbacks:
         result["training_iteration"] = self._count
         result["attempt"] = self._order.attempt
         result["world_size"] = member.world_size
-        self._request_stop(self._runner.result(result))
+        self._request_stop(self._runner.call("on_result", result))
 
     def _request_stop(self, stop: Stop | None) -> None:
         if stop is not None:
@@ -413,11 +420,14 @@ class WorkerCallbacks:
 
 
 class Sampler:
-    """Measures this process: CPU, memory, GPU, rate of reports. `is_due` is cheap; `sample` reads the kernel's files.
+    """Measures this process: CPU, memory, GPU, rate of reports.
 
     Args:
         identity: What each sample has in addition.
         run: The label ``run`` of the exported metrics.
+
+    Attributes:
+        due_at: The time of the next sample, in seconds that only grow.
     """
 
     def __init__(self, identity: dict[str, Any], run: str = "") -> None:
@@ -428,10 +438,8 @@ class Sampler:
         self._reports = 0
         self._spent = Spent()
         self._sampled_at = time.monotonic()
+        self.due_at = self._sampled_at + SAMPLE_INTERVAL_S
         self._export: Any = None
-
-    def is_due(self) -> bool:
-        return time.monotonic() - self._sampled_at >= SAMPLE_INTERVAL_S
 
     def sample(self, num_reports: int, spent: Spent) -> dict[str, Any]:
         """Return the values since the last sample.
@@ -441,7 +449,7 @@ class Sampler:
             spent: The steps so far, and the time in them.
         """
         now = time.monotonic()
-        elapsed, self._sampled_at = now - self._sampled_at, now
+        elapsed, self._sampled_at, self.due_at = now - self._sampled_at, now, now + SAMPLE_INTERVAL_S
         made, self._reports = num_reports - self._reports, num_reports
         before, self._spent = self._spent, spent
         trained_s = spent.total_s - before.total_s
