@@ -20,6 +20,11 @@ class Input:
 
 
 @dataclass(frozen=True)
+class RunBegins(Input):
+    """The first input: the run begins, or is resumed from what an earlier controller process has left."""
+
+
+@dataclass(frozen=True)
 class GroupReady(Input):
     """All workers are ready for the attempt.
 

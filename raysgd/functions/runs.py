@@ -19,7 +19,7 @@ from raysgd.controller.requests import TrainerSpec
 from raysgd.errors import RaySGDError
 from raysgd.functions.tasks import EvalLossTask, FitTask, PredictTask
 from raysgd.trainer.arguments import RunArguments
-from raysgd.trainer.runs import RunManager
+from raysgd.trainer.run_manager import RunManager
 
 
 class RunCallbacks:

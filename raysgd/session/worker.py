@@ -24,7 +24,7 @@ from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
 from raysgd.session.context import OUTLIVED
 from raysgd.session.event_queue import EventQueue
-from raysgd.session.events import AtSavePoint, Saved, StartUnusable
+from raysgd.session.events import Saved, StartUnusable
 from raysgd.session.gates import SaveGate, StopGate
 from raysgd.session.metrics import copy_metrics
 from raysgd.session.saving import CheckpointWriter
@@ -75,6 +75,8 @@ class WorkerSession(Session):
     Attributes:
         iterations_before: Rounds of the run before this attempt.
         num_reports: Reports made so far in this attempt.
+        stop_gate: Where this rank finds the stop that all ranks agreed on.
+        save_gate: Where it waits for the save that all ranks leave after.
         expects_save: train_func has asked for a checkpoint to continue from, so it probably saves some.
     """
 
@@ -130,8 +132,8 @@ class WorkerSession(Session):
         self._unscored: int | None = None  # the save whose round is not reported yet
         self._ended: AttemptEnded | None = None
         self._is_closed = False
-        self._gate = StopGate()
-        self._save_gate = SaveGate()
+        self.stop_gate = StopGate()
+        self.save_gate = SaveGate()
 
     # -- what train_func calls --------------------------------------------------------------------------------
 
@@ -140,7 +142,7 @@ class WorkerSession(Session):
             self._check_live()
         if self.logical is not None:
             self.logical.check_outside("report()")
-        if self._gate.is_closed_for_reports and not self._gate.takes_report(self.num_reports):
+        if self.stop_gate.is_closed_for_reports and not self.stop_gate.takes_report(self.num_reports):
             raise AttemptEnded("the run was asked to stop")
         copied = copy_metrics(metrics)
         if (data_wait := self.progress.data_wait_fraction()) is not None:
@@ -152,7 +154,7 @@ class WorkerSession(Session):
         self._last_metrics = copied
         for hook in self._on_report:
             hook(copied)
-        if self._save_gate.limit is not None:
+        if self.save_gate.limit is not None:
             self._leave_after_last_save()
 
     def save_checkpoint(
@@ -164,7 +166,7 @@ class WorkerSession(Session):
         self.progress.mark("save_checkpoint")
         self._unscored = None  # no report came since the previous save: that one belongs to no round
         self._leave_after_last_save()
-        self._save_gate.begin()
+        self.save_gate.begin()
         self._check_live()
         call, self._num_saves = self._num_saves, self._num_saves + 1
         if call == 0:
@@ -222,7 +224,7 @@ class WorkerSession(Session):
         return listed
 
     def should_stop(self) -> bool:
-        return self._gate.check() or self._ended is not None
+        return self.stop_gate.check() or self._ended is not None
 
     def wait_for_others(self) -> None:
         """Wait until every rank is about to enter train_func.
@@ -260,27 +262,11 @@ class WorkerSession(Session):
 
     # -- what the worker calls, from other threads ------------------------------------------------------------
 
-    def hold(self) -> tuple[int, int]:
-        """Return how often this rank called `should_stop` and reported; it waits at its next call of either."""
-        return self._gate.hold(self.num_reports)
-
-    def stop_from(self, check: int, last_report: int | None) -> None:
-        """Apply the stop that all ranks agreed on; see `StopGate`."""
-        self._gate.release(check, last_report)
-
-    def hold_saves(self) -> int:
-        """Return how many saves this rank has begun; it waits at the next one."""
-        return self._save_gate.hold()
-
-    def leave_after(self, limit: AtSavePoint | None) -> None:
-        """Apply the save that all ranks agreed to leave after; see `SaveGate`."""
-        self._save_gate.release(limit)
-
     def end(self, why: str) -> None:
         """End the attempt: every later call raises `AttemptEnded`."""
         self._ended = AttemptEnded(why)
-        self._gate.open()
-        self._save_gate.open()
+        self.stop_gate.open()
+        self.save_gate.open()
 
     @property
     def is_ended(self) -> bool:
@@ -289,7 +275,7 @@ class WorkerSession(Session):
     @property
     def saw_stop(self) -> bool:
         """Whether train_func has found ``should_stop()`` true, as all ranks do at that check."""
-        return self._gate.was_found
+        return self.stop_gate.was_found
 
     def barriers(self) -> list[tuple[str, int, int | None]]:
         """Return for ``barrier`` and ``broadcast`` how often this rank has called it, and since when it waits there.
@@ -313,14 +299,14 @@ class WorkerSession(Session):
 
         A loop that saves and does not report has no such report.
         """
-        limit = self._save_gate.limit
+        limit = self.save_gate.limit
         if limit is None or self._num_saves <= limit.call:
             return
         if self._unscored is not None and (self.num_reports > 0 or self._num_saves == 1):
             return
         self._event_queue.put(limit, urgent=True)
         with self.progress.waiting:
-            self._save_gate.wait(lambda: self.progress.mark("save_checkpoint"))
+            self.save_gate.wait(lambda: self.progress.mark("save_checkpoint"))
         self._check_live()
 
     def _check_live(self) -> None:

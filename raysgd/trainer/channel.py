@@ -18,7 +18,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd._util.logs import get_logger
 from raysgd.controller import frames
-from raysgd.controller.actor import TrainerActor
 from raysgd.controller.frames import Frame
 from raysgd.controller.holders import describe_holder
 from raysgd.controller.journal.frame_streams import follow_frames
@@ -34,9 +33,10 @@ from raysgd.controller.kv_store import (
     put_settings,
 )
 from raysgd.controller.requests import RunNotGiven, RunRequest, TrainerSettings, is_data_kept
+from raysgd.controller.trainer_actor import TrainerActor
 from raysgd.controller.watchdog import ASK_AGAIN_S, comes_back, prepare_process
 from raysgd.errors import ConfigError, RaySGDError, TrainerClosedError, UsageError, WorkerError
-from raysgd.workers.liveness.deaths import explain_failed_start, first_line
+from raysgd.workers.liveness.death_reasons import explain_failed_start, first_line
 from raysgd.workers.liveness.process_watch import CONTROLLER, ProcessWatch
 from raysgd.workers.liveness.watched import watched_actor
 from raysgd.workers.pickling import CallFailed, loads

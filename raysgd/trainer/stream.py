@@ -30,7 +30,7 @@ from raysgd.errors import MissingMetricError, RaySGDError, RunCancelledError, Tr
 from raysgd.result import Event, Result, RunInfo
 from raysgd.trainer.channel import CLUSTER_IS_GONE, Channel, ReturnedValues
 from raysgd.trainer.last_words import LastWords
-from raysgd.workers.liveness.deaths import explain_failed_start
+from raysgd.workers.liveness.death_reasons import explain_failed_start
 
 #: Frames held for an iteration that is behind.
 BUFFER_BYTES = 64 << 20
@@ -89,7 +89,7 @@ class ResultStream:
             logs_warnings: Whether to log the run's warnings; one stream of a process does.
         """
         self._channel = channel
-        self._lease = lease  # the workers are not released while this is held: see `raysgd.trainer.runs.Lease`
+        self._lease = lease  # the workers are not released while this is held: see `raysgd.trainer.run_manager.Lease`
         self._run_id = run_id
         self._returns = returns
         self._from_iteration = from_iteration
@@ -136,7 +136,7 @@ class ResultStream:
                     self._catch_up()
                     continue
                 with self._changed:
-                    if not (self._buffer.frames or self._buffer.is_behind or self._is_iterated):
+                    if not self._has_more():
                         self._changed.wait()
             return result
         except BaseException as error:
@@ -435,7 +435,7 @@ class _WarningLog:
             get_logger().warning(message)
 
 
-def _read(
+def _read(  # noqa: C901  (each frame goes to three that may be missing)
     stream_of: Callable[[], ResultStream | None],
     channel: Channel,
     run_id: str,
@@ -456,7 +456,7 @@ def _read(
                     reader.feed(frame)
             if stream is not None:
                 stream._add(batch)
-            stream = None  # or it would live on while this thread waits
+            del stream  # or it would live on while this thread waits
     except Exception as error:  # also a bug: the user must not wait for ever
         problem = _explain(error, channel, getattr(stream_of(), "run_dir", None))
     log.close()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.rounds import RoundMerger
-from raysgd.controller.run_plan import Start
 from raysgd.controller.states import Closing, Ending, Preparing, has_succeeded
 from raysgd.session import events as e
 from support.simulation import (

@@ -338,7 +338,9 @@ def test_names_that_no_report_has_are_missing_with_the_nearest_one() -> None:
         "'los' (did you mean 'loss'?), 'acc' (did you mean 'val/acc'?), which reduce= names; "
         "the reports have loss, val/acc"
     )
-    assert (awaited.warn_of_first_round() or "").startswith(f"the reports of the first round have no {missing}. A later")
+    assert (awaited.warn_of_first_round() or "").startswith(
+        f"the reports of the first round have no {missing}. A later"
+    )
     assert awaited.warn_of_first_round() is None  # once
     assert (awaited.warn_of_run() or "").startswith(f"no report of the run had {missing}. raysgd.load_run(")
 

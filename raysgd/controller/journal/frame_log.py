@@ -160,7 +160,9 @@ class FrameLog:
             else:
                 end = len(self._recent) if self._held is None else self._held - first
                 batch = _take_batch(map(self._recent.__getitem__, range(seq - first, end)))
-            seq = batch[-1].seq + 1 if batch else first  # none: the journal's last frame is not the one before the first here
+            seq = (
+                batch[-1].seq + 1 if batch else first
+            )  # none: the journal's last frame is not the one before the first here
             if batch:
                 yield batch
 

@@ -88,14 +88,17 @@ def read_frames(
     if endpoint is not None:
         hello = {"kind": KIND, "run": run_id, "seq": seq}
         # It may not be reachable, or break: the rest comes through Ray.
-        with contextlib.suppress(OSError, EOFError), connect(endpoint, hello, _CONNECT_TIMEOUT_S) as line:
-            with line.makefile("rb", buffering=1 << 16) as file:
-                while True:
-                    batch = receive_message(file)
-                    yield batch
-                    seq = batch[-1].seq + 1
-                    if last in {frame.kind for frame in batch}:
-                        return
+        with (
+            contextlib.suppress(OSError, EOFError),
+            connect(endpoint, hello, _CONNECT_TIMEOUT_S) as line,
+            line.makefile("rb", buffering=1 << 16) as file,
+        ):
+            while True:
+                batch = receive_message(file)
+                yield batch
+                seq = batch[-1].seq + 1
+                if last in {frame.kind for frame in batch}:
+                    return
     _check_ray_is_up()
     stream = controller.stream.options(
         num_returns="streaming", _generator_backpressure_num_objects=STREAM_AHEAD

@@ -19,22 +19,22 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.checkpoints.index import CheckpointReads
-from raysgd.controller.checkpoints.memory import MemoryCheckpoints
+from raysgd.controller.checkpoints.memory_copies import MemoryCheckpoints
 from raysgd.controller.journal.frame_log import FrameLog, stream_interval_s
 from raysgd.controller.journal.outcome import outcome_data
-from raysgd.controller.machine.machine import RunMachine
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.rounds import AwaitedMetrics
 from raysgd.controller.run.barriers import Barriers
 from raysgd.controller.run.run_files import RunFiles
-from raysgd.controller.run.watch import Watch
+from raysgd.controller.run.worker_watch import WorkerWatch
 from raysgd.controller.run_plan import AttemptRecord, PreviousState, RunPlan
+from raysgd.controller.state_machine.run_machine import RunMachine
 from raysgd.controller.states import CALLBACK_NODE, Outcome, has_succeeded
 from raysgd.data.plan import NO_DATASETS
 from raysgd.errors import RaySGDError, UsageError, WorkerDiedError, WorkerError
 from raysgd.result import RunInfo
 from raysgd.session import events as e
-from raysgd.workers.liveness.deaths import was_sigterm
+from raysgd.workers.liveness.death_reasons import was_sigterm
 from raysgd.workers.orders import AttemptOrder, RunOrder
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Run:
         self._is_acting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
-        self._watch: Watch | None = None
+        self._watch: WorkerWatch | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
         self._paused = asyncio.Event()  # no pause is to begin
@@ -153,8 +153,7 @@ class Run:
         self._files.start()
         self._group.on_joining_worker(lambda: self._feed(c.JoiningWorkerReady()))
         self._group.on_wait = self.warn
-        for command in self._machine.begin():
-            self._act(command)
+        self._feed(c.RunBegins())
         if self._previous.next_seq:  # another restart must not use the numbers of these frames again
             await self._files.flush()
         await self._closed.wait()
@@ -448,7 +447,7 @@ class Run:
     def _start_watch(self, attempt: int) -> None:
         self._end_watch()
         records = self._files.storage.child("flight_recorder").child(f"attempt_{attempt}").uri
-        self._watch = Watch(self._group, self._failure, records, attempt, self._feed, self._record_event)
+        self._watch = WorkerWatch(self._group, self._failure, records, attempt, self._feed, self._record_event)
         self._watch.start()
 
     def _end_watch(self) -> None:
@@ -479,7 +478,7 @@ class Run:
     def _on_returned(self, rank: int, event: e.Returned) -> None:
         self._barriers.left(rank)
         if self._watch is not None:
-            self._watch.on_returned(rank)
+            self._watch.mismatches.on_returned(rank)
         if event.value is not None:
             self._values[rank] = event.value
 

@@ -11,7 +11,7 @@ from typing import Any
 from raysgd.session.events import WorkerEvent
 from raysgd.transport import Endpoint
 from raysgd.workers.events_connection import VALUE_FOLLOWS, Batch, Inbox, InboxAddress, Inboxes
-from raysgd.workers.liveness.deaths import DEATHS
+from raysgd.workers.liveness.death_reasons import DEATHS
 from raysgd.workers.orders import AttemptOrder, Blob
 
 #: Items that a worker's Ray stream may be ahead of the controller before the worker waits.

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -17,7 +17,6 @@ from raysgd._util.logs import get_logger
 from raysgd._util.redact import redact_text, secret_values
 from raysgd._util.tracebacks import hide_own_frames
 from raysgd.backends.base import Backend, is_collective_error
-from raysgd.backends.flight_recorder import CollectiveId
 from raysgd.callbacks.base import Callback, Stop
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.errors import AttemptEnded, TrainFuncError
@@ -41,12 +40,12 @@ from raysgd.session.metrics import read_deferred
 from raysgd.session.progress import Heartbeat, Spent
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import WorkerSession
-from raysgd.workers.orders import AttemptOrder, Position, RunOrder
+from raysgd.workers.orders import AttemptOrder, RunOrder
 from raysgd.workers.pickling import check_returned, dumps, dumps_error, dumps_returned, last_line, user_part
 from raysgd.workers.process import train_thread
 from raysgd.workers.process.first_snapshot import FirstSnapshot
 from raysgd.workers.process.output import find_output
-from raysgd.workers.process.position import PositionFinder
+from raysgd.workers.process.position_finder import PositionFinder
 from raysgd.workers.process.train_thread import TrainThread, clear_frames, describe_unprintable
 
 #: A larger return value is an item of its own in the Ray stream, which the controller passes on unread.
@@ -84,6 +83,7 @@ class Attempt:
         load_retry_on: Returns the classes of exceptions that the user has retried.
 
     Attributes:
+        positions: Finds where train_func is, and in which collectives.
         is_preempted: The process got SIGTERM.
         has_returned: train_func has returned. The process is still in its group, since other ranks may need it there.
     """
@@ -123,7 +123,7 @@ class Attempt:
         self._retry_on: tuple[type[Exception], ...] = ()
         self._in_setup = False
         self._training = TrainingCheck(backend, session)
-        self._positions = PositionFinder(self._thread, backend, session, has_gpu=order.member.has_gpu)
+        self.positions = PositionFinder(self._thread, backend, session, has_gpu=order.member.has_gpu)
         self._done = threading.Event()
         self._large_value: bytes | None = None
         self._secrets: frozenset[str] = frozenset()
@@ -175,10 +175,6 @@ class Attempt:
         """Return how far train_func has come."""
         return self.session.progress.heartbeat(is_inside=self._thread.is_inside, has_gpu=self._order.member.has_gpu)
 
-    def position(self, asked: Collection[CollectiveId]) -> Position:
-        """Return where train_func is, and in which collectives."""
-        return self._positions.find(asked)
-
     def preempt(self, why: str) -> bool:
         """Report to the controller that this process got SIGTERM; return False if that was reported before.
 
@@ -207,10 +203,7 @@ class Attempt:
     def _run_train_func(self) -> Returned | Ended | Failed:
         error: BaseException | None = None
         try:
-            function, config = self._code()
-            self._retry_on = self._load_retry_on()
-            self._secrets = frozenset(secret_values(config))
-            self._join_group()
+            function, config = self._set_up()
             value = self._thread.call(function, config, self._enter)
             self._warn_unsynchronized(is_over=True)
             return self._make_returned(value)
@@ -231,7 +224,11 @@ class Attempt:
             self._callbacks.end(error)
             clear_frames(error)
 
-    def _join_group(self) -> None:
+    def _set_up(self) -> tuple[Callable[..., Any], Any]:
+        """Return train_func and its config, which can be called now: this rank is in the process group, with its session."""
+        function, config = self._code()
+        self._retry_on = self._load_retry_on()
+        self._secrets = frozenset(secret_values(config))
         if self._backend.waits_for_members:
             self.session.wait_for_others()
         self._in_setup = True
@@ -243,6 +240,7 @@ class Attempt:
         old, new = self._order.previous_size, self._order.member.world_size
         if self._on_resize is not None and old is not None and old != new:
             self._on_resize(old, new)
+        return function, config
 
     def _enter(self) -> None:
         if self.session.is_ended:

@@ -12,8 +12,8 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.machine.machine import RunMachine
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
+from raysgd.controller.state_machine.run_machine import RunMachine
 from raysgd.controller.states import Closed, Outcome
 from raysgd.session import events as e
 from support.simulation.events import RETURNED, part, saved
@@ -78,7 +78,7 @@ class SimulatedRun:
 
     def _begin(self) -> None:
         self.machine = RunMachine(self._plan, uri_of=uri_of, clock=lambda: self.now + self.clock_error_s)
-        self._keep(self.machine.begin())
+        self._keep(self.machine.step(c.RunBegins()))
 
     # -- in -----------------------------------------------------------------------------------------------------------
 

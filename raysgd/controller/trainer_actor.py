@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raysgd.controller.class_api import Instances
 from raysgd.controller.gcs_watch import describe_outage, watch_gcs
+from raysgd.controller.group_instances import GroupInstances
 from raysgd.controller.holders import explain_missing
 from raysgd.controller.journal import frame_streams as downlink
 from raysgd.controller.journal.frame_streams import serve_frames
@@ -102,7 +102,7 @@ class TrainerActor(Watched):
         self._runs: dict[str, asyncio.Future[Run]] = {}
         self._forgotten: set[str] = set()
         self._turn = asyncio.Lock()
-        self._instances = Instances(self._group, settings.spec.failure_config.abort_grace_s)
+        self._instances = GroupInstances(self._group, settings.spec.failure_config.abort_grace_s)
         self._hosting: CallbackHosting | None = None
         self._listener = Listener(
             {downlink.KIND: partial(serve_frames, self._read), uplink.KIND: self._group.streams.inboxes.handle}
@@ -163,7 +163,7 @@ class TrainerActor(Watched):
             await call_cluster(put_run, self._settings.name, over)
             self._forget_all_but(request.run_id)
             if kept is not None:  # the driver may be gone, so that no further run may come: release the resources
-                await self._group.end_kept_group()
+                await self._group.kept.end()
                 self._group.release()
                 self._end_data_holder(request.run_id)
 
@@ -298,9 +298,9 @@ class TrainerActor(Watched):
         self._group.watch.close()
         for run_id in self._accepted:
             self._end_data_holder(run_id)
-        await self._group.end_kept_group()
+        await self._group.kept.end()
         self._group.release()
-        await self._group.wait_for_exits()
+        await self._group.agents.wait_for_exits()
         await self._group.slots.wait_removed()
         for guard in self._guards.values():  # one that is stopped cannot end itself
             await call_cluster(ray.kill, guard)

@@ -13,9 +13,9 @@ from typing import Any
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.checkpoints.coordinator import CheckpointCoordinator
-from raysgd.controller.machine.regrouping import GROWS, Growth, Pause, Preemption, RegroupCause, SavePoint
-from raysgd.controller.policies.failure import Failure, FailurePolicy, find_cause
+from raysgd.controller.policies.after_failure import Failure, FailurePolicy, find_cause
 from raysgd.controller.run_plan import PreviousState, RunPlan
+from raysgd.controller.state_machine.regrouping import GROWS, Growth, Pause, Preemption, RegroupCause, SavePoint
 from raysgd.controller.states import (
     Closed,
     Closing,
@@ -66,7 +66,7 @@ class RunMachine:
         self._clock = clock
         self.state: State = Preparing(attempt=1)
         self._stop_reason: str | None = None  # why the run was asked to stop
-        self._failures = FailurePolicy(plan.failure)
+        self._failures = FailurePolicy(plan.failure, () if plan.previous is None else plan.previous.failures)
         self._save_point = SavePoint(self._emit)
         self.checkpoints = CheckpointCoordinator(
             plan, uri_of=uri_of, emit=self._emit, on_in_memory=self._save_point.on_committed
@@ -88,14 +88,6 @@ class RunMachine:
             "checkpoint": self.checkpoints.newest_uri,
         }
 
-    def begin(self) -> list[c.Command]:
-        """Return the first commands: those of a new run, or of one that an earlier controller process has left."""
-        if (previous := self._plan.previous) is None:
-            self._emit(c.PrepareGroup(1))
-        else:
-            self._resume_after_restart(previous)
-        return self._advance()
-
     def step(self, given: c.Input) -> list[c.Command]:  # noqa: C901  (a dispatch: a line or two a case)
         """Take one input; returns the commands to execute, in order."""
         match given:
@@ -105,6 +97,11 @@ class RunMachine:
                     self._on_event(running, given.rank, given.event)
             case c.StreamEnded():
                 self._on_stream_ended(given)
+            case c.RunBegins():
+                if self._plan.previous is None:
+                    self._emit(c.PrepareGroup(1))
+                else:
+                    self._resume_after_restart(self._plan.previous)
             case c.GroupReady():
                 if isinstance(self.state, Preparing):
                     self._start_attempt(self.state, given)
@@ -140,27 +137,32 @@ class RunMachine:
 
         Running is left at a due save point; Ending and Closing, when no rank is active and no write is pending.
         """
+        if isinstance(self.state, Running) and self._save_point.why and self._save_point.is_due(self.state.active):
+            self._leave_at_save_point(self.state)
         state = self.state
-        if isinstance(state, Running):
-            if self._save_point.why is not None and self._save_point.is_due(state.active):
-                self._leave_at_save_point(state)
-        elif not self.checkpoints.is_idle:
-            pass
-        elif isinstance(state, Ending) and state.is_decided and not state.running.active:
-            # What is in memory alone is lost with the workers.
-            if not (self.pause.is_requested and self.checkpoints.store_held()):
-                self._emit_attempt_end(state.running)
-                self._prepare_again()
-        elif isinstance(state, Closing) and not (state.running and state.running.active):
-            if not self.checkpoints.store_held():  # not before: a worker might still have written it
-                self.checkpoints.on_run_over()
-                self._publish(state.outcome)
-                self._preemption.kill_preempted()
-                self.state = Closed(state.outcome)
-                self._emit(c.CloseRun())
+        if (
+            isinstance(state, (Ending, Closing))
+            and self.checkpoints.is_idle
+            and not (state.running and state.running.active)
+        ):
+            self._leave_state(state)
         commands = self._commands.copy()
         self._commands.clear()
         return commands
+
+    def _leave_state(self, state: Ending | Closing) -> None:
+        """Leave a state in which no rank is active any more, unless a checkpoint must be written from memory first."""
+        if isinstance(state, Ending):
+            # What is in memory alone would be lost with the workers.
+            if state.is_decided and not (self.pause.is_requested and self.checkpoints.store_held()):
+                self._emit_attempt_end(state.running)
+                self._prepare_again()
+        elif not self.checkpoints.store_held():  # not before: a worker might still have written it
+            self.checkpoints.on_run_over()
+            self._publish(state.outcome)
+            self._preemption.kill_preempted()
+            self.state = Closed(state.outcome)
+            self._emit(c.CloseRun())
 
     def _attempt_if_current(self, attempt: int) -> Running | None:
         """Return attempt number ``attempt`` if it is the current one and not over."""
@@ -177,7 +179,6 @@ class RunMachine:
     def _resume_after_restart(self, previous: PreviousState) -> None:
         """The death of the controller's process ended all workers: a failure, unless the run had nothing more to do."""
         self._emit(c.RecordEvent("controller_restart", {"attempt": previous.attempt}))
-        self._failures.restore(previous.failures)
         self.checkpoints.restore(previous)
         if previous.is_open:
             self._emit_attempt_end(previous)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from typing import Literal
 
 from raysgd.controller import commands as c
-from raysgd.controller.policies.failure import Failure
-from raysgd.controller.policies.scaling import ScalingPolicy
+from raysgd.controller.policies.after_failure import Failure
+from raysgd.controller.policies.growth import ScalingPolicy
 from raysgd.controller.states import Running
 
 Emit = Callable[[c.Command], None]
