@@ -175,7 +175,7 @@ class StopRequested(Input):
 
     @property
     def outcome(self) -> Outcome:
-        """How the run ends then."""
+        """The outcome of the run, if it ends by this request."""
         if self.failed is not None:
             return Outcome("error", failed=self.failed, node=CALLBACK_NODE)
         return Outcome("cancelled" if self.cancel else "stopped", message=self.why)
