@@ -178,7 +178,17 @@ class WorkerSession(Session):
                 f"save_checkpoint(None) on rank {self.world_rank}: "
                 + ("with all_ranks=True every rank gives its part." if all_ranks else "rank 0 must give the state.")
             )
-        saved, score = self._describe_save(call, files, metrics, all_ranks, allow_pickle)
+        score = copy_metrics(metrics) if metrics is not None else None if self._saves_first else self._last_metrics
+        saved = Saved(
+            call=call,
+            reports=self.num_reports,
+            time_total_s=time.monotonic() - self._clock_zero,
+            all_ranks=all_ranks,
+            is_files=files,
+            allow_pickle=allow_pickle,
+            metrics=None,
+            awaits_round=self._saves_first,
+        )
         with self.progress.checkpoint:
             small = rank_state.capture(self._datasets, self.logical)
             if not gives_state:
@@ -316,27 +326,6 @@ class WorkerSession(Session):
             raise self._event_queue.unreadable
         if self._is_closed:
             raise SessionError(OUTLIVED)
-
-    def _describe_save(
-        self,
-        call: int,
-        files: bool,
-        metrics: Mapping[str, Any] | None,
-        all_ranks: bool,
-        allow_pickle: bool,
-    ) -> tuple[Saved, dict[str, Any] | None]:
-        score = copy_metrics(metrics) if metrics is not None else None if self._saves_first else self._last_metrics
-        saved = Saved(
-            call=call,
-            reports=self.num_reports,
-            time_total_s=time.monotonic() - self._clock_zero,
-            all_ranks=all_ranks,
-            is_files=files,
-            allow_pickle=allow_pickle,
-            metrics=None,
-            awaits_round=self._saves_first,
-        )
-        return saved, score
 
     def _report_unusable_start(self, error: Exception) -> None:
         self._event_queue.put(StartUnusable(str(error)), urgent=True)
