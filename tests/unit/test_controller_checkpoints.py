@@ -323,7 +323,7 @@ def test_score_before_its_checkpoint_is_part_of_it() -> None:
         score(pending, rank, 1.0)
     assert pending.pop_scores() == []
     for rank in range(2):
-        pending.on_event(rank, saved())
+        pending.on_event(rank, saved(awaits_round=True))
         pending.on_event(rank, part())
     assert has_round(pending)
 
@@ -333,7 +333,7 @@ def test_score_before_its_checkpoint_is_kept_when_the_attempt_ends() -> None:
     score(pending, 0, 1.0)
     assert pending.pop_scores(is_over=True) == []
     for rank in range(2):
-        pending.on_event(rank, saved())
+        pending.on_event(rank, saved(awaits_round=True))
         pending.on_event(rank, part())
     assert has_round(pending)
 
@@ -422,6 +422,7 @@ def manifest(number: int, **metrics: float) -> Manifest:
         world_size=1,
         created_s=0.0,
         metrics=metrics,
+        awaits_round=True,
     )
 
 

@@ -55,8 +55,8 @@ class CheckpointIndex:
         self._manifests.pop(number, None)
 
     def score(self, score: Score) -> Manifest | None:
-        """Assign a checkpoint to its round; returns it with the round, or None if it is not in the index."""
-        if (known := self._manifests.get(score.number)) is None:
+        """Assign a checkpoint to its round; returns it with the round, or None if it is not in the index or has its round."""
+        if (known := self._manifests.get(score.number)) is None or not known.awaits_round:
             return None
         scored = self._manifests[score.number] = known.with_round(score.metrics, score.time_total_s)
         return scored
