@@ -148,18 +148,16 @@ def receive_message(file: Any) -> Any:
         EOFError: The stream ended, within a message or between two.
         OSError: The connection broke.
     """
-    size = _size(_exactly(file, _LENGTH.size))
-    return pickle.loads(_exactly(file, size))
-
-
-def _exactly(file: Any, size: int) -> bytes:
+    size = _size(file.read(_LENGTH.size))
     data: bytes = file.read(size)
     if len(data) < size:  # a buffered stream reads less only at its end
         raise EOFError("the connection ended")
-    return data
+    return pickle.loads(data)
 
 
 def _size(header: bytes) -> int:
+    if len(header) < _LENGTH.size:
+        raise EOFError("the connection ended")
     (size,) = _LENGTH.unpack(header)
     if size > MAX_MESSAGE_BYTES:
         raise EOFError(f"a message of {size} bytes: the connection is out of step")

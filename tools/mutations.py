@@ -45,7 +45,7 @@ FOLDERS = {
     "raysgd/declarative": "test_declarative_* test_cli_train test_cli_plan",
     "raysgd/functions/worker": "test_functions_* test_jax_*",
     "raysgd/controller/policies": "test_controller_* test_config test_promised_numbers",
-    "raysgd/controller/machine": "test_controller_* test_promised_numbers",
+    "raysgd/controller/state_machine": "test_controller_* test_promised_numbers",
     "raysgd/session": "test_session_* test_promised_numbers test_torch_logical test_jax_logical test_cli_checkpoints",
     "raysgd/data/order": "test_data_*",
 }

@@ -78,8 +78,7 @@ class Controller:
             self.commits[event.data["number"]] = time.time()
 
     async def _stream(self, run_id: str, seq: int) -> AsyncIterator[Any]:
-        async for batch in self.run.log.read(seq):
-            yield batch
+        return self.run.log.read(seq)
 
     async def stats(self) -> dict[str, Any]:
         """Return what the workers' process has measured, and the state of this process."""

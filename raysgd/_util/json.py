@@ -20,6 +20,7 @@ try:
     _orjson: Any = importlib.import_module("orjson")
 except ImportError:  # a checkout on a machine without raysgd's dependencies: the same values, more slowly
     _orjson = None
+_loads: Any = json.loads if _orjson is None else _orjson.loads
 
 #: Where the numbers that are not finite were, by keys and indices, and which: ``[[["val", "loss"], "NaN"], ...]``.
 Nonfinite = list[list[Any]]
@@ -45,11 +46,9 @@ def encode(value: Any) -> bytes:
 
 def decode(data: bytes) -> Any:
     """Decode the output of `encode`. Tuples come back as lists, integers beyond 64 bits as floats."""
-    if _orjson is None:
-        return json.loads(data)
     try:
-        return _orjson.loads(data)
-    except _orjson.JSONDecodeError:
+        return _loads(data)
+    except ValueError:  # such as the NaN of Python's json
         return json.loads(data)
 
 
@@ -61,16 +60,22 @@ def encode_rows(rows: Sequence[tuple[float, float, dict[str, Any]]]) -> bytes:
     Raises:
         TypeError: They contain an object that JSON cannot hold.
     """
-    data = _encode_fast(rows)
-    if data is not None and b"null" not in data:
-        return data
-    strict = [_strict_row(*row) for row in rows]
-    return _encode_fast(strict) or _encode_any(strict)
+    if _orjson is not None:
+        try:
+            if b"null" not in (data := bytes(_orjson.dumps(rows))):
+                return data
+        except TypeError:  # a large integer, or an object that json refuses as well
+            pass
+    return _encode_any([_strict_row(*row) for row in rows])
 
 
 def decode_rows(data: bytes) -> list[list[Any]]:
     """Decode the output of `encode_rows`."""
-    rows: list[list[Any]] = decode(data)
+    rows: list[list[Any]]
+    try:
+        rows = _loads(data)
+    except ValueError:
+        rows = json.loads(data)
     if any(b'%b"]' % name.encode() in data for name in _NAMES):
         for row in rows:
             if len(row) > _ROW_LENGTH:
@@ -91,14 +96,6 @@ def put_nonfinite(value: Any, found: Nonfinite) -> None:
         for key in keys[:-1]:
             inner = inner[key]
         inner[keys[-1]] = float(name)
-
-
-def _encode_fast(value: Any) -> bytes | None:
-    """Encode with orjson; None if it is missing or refuses the value."""
-    try:
-        return None if _orjson is None else bytes(_orjson.dumps(value))
-    except TypeError:
-        return None
 
 
 def _strict_row(timestamp: float, time_total_s: float, metrics: dict[str, Any]) -> list[Any]:

@@ -24,7 +24,7 @@ MAX_FAILURES = 3
 class CallbackRunner:
     """Calls callbacks in the order given; `Callback` states the rules.
 
-    ``start``, ``result``, ``checkpoint`` and ``event`` return the first `Stop` that a hook raised, or None. The exception of a
+    ``start`` and ``call`` return the first `Stop` that a hook raised, or None. The exception of a
     critical callback is raised after all other callbacks were called. ``KeyboardInterrupt`` and the like are raised at once.
 
     Args:
@@ -60,18 +60,9 @@ class CallbackRunner:
             callback.rank, callback._add_warning = self._rank, self._on_warning
             self._started.append(callback)  # from here on on_run_end is called
             self._active.append(callback)
-            first = self._call([callback], "on_run_start", info)
+            first = self.call("on_run_start", info, [callback])
             stop = stop or first
         return stop
-
-    def result(self, result: Result) -> Stop | None:
-        return self._call(self._active, "on_result", result)
-
-    def checkpoint(self, checkpoint: Checkpoint) -> Stop | None:
-        return self._call(self._active, "on_checkpoint", checkpoint)
-
-    def event(self, event: Event) -> Stop | None:
-        return self._call(self._active, "on_event", event)
 
     def end(self, error: BaseException | None) -> None:
         """Call ``on_run_end`` of each callback that was started; a second call does nothing.
@@ -95,10 +86,13 @@ class CallbackRunner:
         if raised is not None:
             raise raised
 
-    def _call(self, callbacks: list[Callback], hook: str, argument: object) -> Stop | None:
+    def call(
+        self, hook: str, argument: RunInfo | Result | Checkpoint | Event, callbacks: Sequence[Callback] | None = None
+    ) -> Stop | None:
+        """Call a hook, such as ``on_result``, of these callbacks; None: of all that are active."""
         stop: Stop | None = None
         fatal: Exception | None = None
-        for callback in callbacks:
+        for callback in self._active if callbacks is None else callbacks:
             try:
                 getattr(callback, hook)(argument)
             except Stop as request:

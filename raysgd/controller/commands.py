@@ -8,9 +8,8 @@ from typing import Any
 
 from raysgd.backends.flight_recorder import Collective
 from raysgd.checkpoint.format.manifest import Manifest
-from raysgd.controller.frames import Closing
 from raysgd.controller.run_plan import Start
-from raysgd.controller.states import Outcome
+from raysgd.controller.states import CALLBACK_NODE, Outcome
 from raysgd.session.events import Failed, WorkerEvent
 
 # -- inputs -----------------------------------------------------------------------------------------------------------
@@ -18,6 +17,11 @@ from raysgd.session.events import Failed, WorkerEvent
 
 class Input:
     """Something that happened: the state machine makes one step for each input."""
+
+
+@dataclass(frozen=True)
+class RunBegins(Input):
+    """The first input: the run begins, or is resumed from what an earlier controller process has left."""
 
 
 @dataclass(frozen=True)
@@ -62,35 +66,6 @@ class EventReceived(Input):
     rank: int
     attempt: int
     event: WorkerEvent
-
-
-@dataclass(frozen=True)
-class ReportsReceived(Input):
-    """A rank has made ``num_reports`` reports in the attempt so far. The executor sends the reports to the readers.
-
-    Attributes:
-        closings: Those of them that checkpoints belong to.
-    """
-
-    rank: int
-    attempt: int
-    num_reports: int
-    closings: tuple[Closing, ...] = ()
-
-
-@dataclass(frozen=True)
-class MetricsMissing(Input):
-    """No report so far has had these metrics of ``reduce``; sent again when that changes.
-
-    Attributes:
-        names: The metrics; empty if all were reported by now.
-        described: The names, and what was reported, for a message; see `raysgd.controller.rounds.AwaitedMetrics.describe`.
-        is_round_complete: The first round is complete.
-    """
-
-    names: tuple[str, ...]
-    described: str = ""
-    is_round_complete: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +172,13 @@ class StopRequested(Input):
     why: str
     cancel: bool
     failed: Failed | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome of the run, if it ends by this request."""
+        if self.failed is not None:
+            return Outcome("error", failed=self.failed, node=CALLBACK_NODE)
+        return Outcome("cancelled" if self.cancel else "stopped", message=self.why)
 
 
 @dataclass(frozen=True)
@@ -365,6 +347,13 @@ class RecordEvent(Command):
 def warning(message: str, **data: Any) -> RecordEvent:
     """Return the command that records a warning for the user, with more data for programs."""
     return RecordEvent("warning", {"message": message, **data})
+
+
+def states_event(kind: str, data: dict[str, Any], given: WorkerHung | CollectivesMismatched) -> RecordEvent:
+    """Return the command that records an event with the stacks of all ranks and their last collectives."""
+    data["stacks"] = {str(rank): stack for rank, stack in given.stacks.items()}
+    collectives = {str(rank): [one.to_json() for one in last] for rank, last in given.collectives.items() if last}
+    return RecordEvent(kind, {**data, "collectives": collectives} if collectives else data)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ A frame is made once and sent to every reader. The reports in it stay as the wor
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from raysgd._util.json import decode_rows
@@ -26,6 +27,8 @@ RUN_CLOSED = "run_closed"  # data: nothing; the last frame of a run
 #: Memory of a frame of reports without its rows, and about that of any other frame.
 _REPORT_BYTES = 200
 _OTHER_BYTES = 2000
+#: Decoded rows take about this many times the memory of encoded ones.
+_DECODED = 10
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,17 @@ class Frame:
     data: dict[str, Any] = field(default_factory=dict)
     rows: bytes = b""
 
+    @cached_property
+    def decoded(self) -> list[list[Any]]:
+        """The reports, ``[timestamp, time_total_s, metrics]``: decoded once in a process, however many read them there."""
+        return decode_rows(self.rows)
+
     @property
     def size_bytes(self) -> int:
         """About how much memory the frame takes."""
-        return _REPORT_BYTES + len(self.rows) if self.kind == REPORTS else _OTHER_BYTES
+        if self.kind != REPORTS:
+            return _OTHER_BYTES
+        return _REPORT_BYTES + len(self.rows) * (1 + _DECODED * ("decoded" in self.__dict__))
 
     @property
     def is_sample(self) -> bool:

@@ -1,6 +1,7 @@
-"""Merges the reports of all ranks into rounds, and makes a result of each round. Pure; every reader of a run has a merger.
+"""Counts the rounds of a run, and makes a result of the reports of each round. Pure.
 
-A round is the i-th report of each rank. It is emitted once every rank that is still running has made its i-th report.
+A round is the i-th report of each rank. It is complete once every rank that is still running has made its i-th report. The
+TrainerActor counts rounds by `RoundCount`, without a look into the reports; each reader makes results by `RoundMerger`.
 `AwaitedMetrics`, which the TrainerActor has, finds out which metrics of ``reduce`` are never reported.
 """
 
@@ -117,6 +118,7 @@ class AwaitedMetrics:
     def __init__(self, reduce: Reduce) -> None:
         self.missing = tuple(reduce)
         self._known: dict[str, None] = {}
+        self._has_warned = False
 
     def feed(self, rows: bytes) -> None:
         """Take encoded reports of a rank."""
@@ -126,8 +128,23 @@ class AwaitedMetrics:
             self.missing = tuple(name for name in self.missing if find_keys(metrics, name) is None)
             self._known.update(dict.fromkeys(flatten(metrics)))
 
-    def describe(self) -> str:
-        """Return the missing names and those that were reported, for a message."""
+    def warn_of_first_round(self) -> str | None:
+        """Return a warning after the first round, once: a name may be wrong, or be reported in some rounds only."""
+        if not self.missing or self._has_warned:
+            return None
+        self._has_warned = True
+        return (
+            f"the reports of the first round have no {self._describe()}. A later round may have it; without it, nothing is "
+            "reduced by this name."
+        )
+
+    def warn_of_run(self) -> str | None:
+        """Return a warning after a success without a metric. Hours of training do not fail by a name."""
+        if not self.missing:
+            return None
+        return f"no report of the run had {self._describe()}. raysgd.load_run(run_dir, reduce={{...}}) reduces what was reported."
+
+    def _describe(self) -> str:
         names = ", ".join(f"{name!r}{nearest(name, self._known)}" for name in self.missing)
         return f"{names}, which reduce= names; the reports have {listed(self._known)}"
 
@@ -138,7 +155,54 @@ def _may_have(rows: bytes, name: str) -> bool:
     return not is_written_as_it_is or (f'"{first}'.encode() in rows and f'{last}":'.encode() in rows)
 
 
-Row = list[Any]  # [timestamp, time_total_s, metrics]
+class RoundCount:
+    """Counts the rounds of an attempt. A frame costs the same whatever the number of ranks.
+
+    Attributes:
+        attempt: The number of the attempt.
+        iteration: The last complete round, counted from the run's beginning. Every rank that is still running has reported it;
+            once all ranks have left, any rank has.
+    """
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self.iteration = 0
+        self._iterations_before = 0
+        self._counts: list[int] = []
+        self._running: set[int] = set()
+        self._whole = 0
+        self._num_missing = 0  # running ranks whose report of the next round is missing
+
+    def feed(self, frame: Frame) -> bool:
+        """Count the next frame; returns False for reports that complete no round, which readers need not get yet."""
+        if frame.kind == frames.ATTEMPT:
+            self.attempt = frame.attempt
+            self._iterations_before = frame.data.get("iterations_before", 0)
+            self._counts = [0] * frame.data["world_size"]
+            self._running = set(range(frame.data["world_size"]))
+        elif frame.attempt != self.attempt:
+            return True
+        elif frame.kind == frames.REPORTS:
+            before = self._counts[frame.rank]
+            self._counts[frame.rank] = count = before + frame.data["count"]
+            if frame.rank in self._running:
+                if before > self._whole or count <= self._whole:
+                    return False
+                self._num_missing -= 1
+            if self._num_missing:  # otherwise a report would cost a look at all ranks
+                return False
+        elif frame.kind == frames.RANK_DONE and frame.rank in self._running:
+            self._running.remove(frame.rank)
+            self._num_missing -= self._counts[frame.rank] <= self._whole
+            if self._num_missing:
+                return True
+        else:
+            return True
+        counts = [self._counts[rank] for rank in self._running]
+        self._whole = min(counts) if counts else max(self._counts)
+        self._num_missing = counts.count(self._whole)
+        self.iteration = self._iterations_before + self._whole
+        return True
 
 
 class RoundMerger:
@@ -146,35 +210,52 @@ class RoundMerger:
 
     def __init__(self, reduce: Reduce | None = None) -> None:
         self._reduce = dict(reduce or {})
+        self._rounds = RoundCount()
         self._attempt = 0
         self._world_size = 0
         self._workers_per_replica = 1
         self._iteration = 0
         self._iterations_before = 0
         self._time_before_s = 0.0
-        self._rows: list[deque[Row]] = []
-        self._running: set[int] = set()
-        self._num_waited_for = 0  # running ranks without a report of the next round
-        self._last_round: tuple[tuple[int, ...], list[Row]] = ((), [])
+        self._rows: list[deque[list[Any]]] = []
+        self._last_round: tuple[tuple[int, ...], list[list[Any]]] = ((), [])
 
     def feed(self, frame: Frame) -> Iterator[Result]:
         """Return the results that ``frame`` completes."""
-        if frame.kind == frames.REPORTS:
-            if frame.attempt == self._attempt:
-                rows = self._rows[frame.rank]
-                was_waited_for = not rows and frame.rank in self._running
-                rows.extend(decode_rows(frame.rows))
-                self._num_waited_for -= was_waited_for and bool(rows)
-                yield from self._complete()
-        elif frame.kind == frames.ATTEMPT:
+        self._rounds.feed(frame)
+        if frame.kind == frames.ATTEMPT:
             self._begin(frame)
-        elif frame.kind == frames.RANK_DONE:
-            if frame.rank in self._running:
-                self._running.remove(frame.rank)
-                self._num_waited_for -= not self._rows[frame.rank]
-            yield from self._complete()
-        elif frame.kind == frames.ATTEMPT_END:
-            yield from self._finish(frame.data.get("keep_rounds"))
+        elif frame.kind == frames.REPORTS and frame.attempt == self._attempt:
+            self._rows[frame.rank].extend(frame.decoded)
+        until: float = self._rounds.iteration
+        if frame.kind == frames.ATTEMPT_END:  # with the rounds to keep (None: all), also those that not all ranks made
+            keep = frame.data.get("keep_rounds")
+            until = math.inf if keep is None else self._iterations_before + keep
+        while self._iteration < until and any(self._rows):  # again, if a rank that has left has fewer rows
+            ranks = tuple(rank for rank, rows in enumerate(self._rows) if rows)
+            queues = [self._rows[rank] for rank in ranks]
+            count = int(min(until - self._iteration, *map(len, queues)))
+            times = {rank: row[1] for rank, row in zip(*self._last_round, strict=True)}
+            last = times.get(ranks[0], self._time_before_s)
+            automatic = {"world_size": self._world_size, "attempt": self._attempt}
+            for iteration in range(self._iteration + 1, self._iteration + count + 1):
+                made = [queue.popleft() for queue in queues]
+                workers = [row[2] for row in made]
+                timestamp, total, metrics = made[0]
+                if self._reduce:
+                    metrics = reduce_metrics(workers, self._reduce, replicas_of(ranks, self._workers_per_replica))
+                result = Result(metrics, workers, ranks)
+                result["training_iteration"] = iteration
+                result["timestamp"] = timestamp
+                result["time_this_iter_s"] = total - last
+                result["time_total_s"] = last = total
+                result.update(automatic)
+                self._iteration = iteration
+                self._last_round = (ranks, made)
+                yield result
+        if frame.kind == frames.ATTEMPT_END:  # reports after it make no rounds
+            self._rows.clear()
+            self._attempt = -1
 
     def _begin(self, frame: Frame) -> None:
         self._attempt = frame.attempt
@@ -183,51 +264,7 @@ class RoundMerger:
         self._iterations_before = self._iteration = frame.data["iterations_before"]
         self._time_before_s = frame.data["time_before_s"]
         self._rows = [deque() for _ in range(self._world_size)]
-        self._running = set(range(self._world_size))
-        self._num_waited_for = self._world_size
         self._last_round = ((), [])
-
-    def _complete(self) -> Iterator[Result]:
-        """Return the rounds that every running rank has made; after all have left, the rounds that any rank has made."""
-        while self._num_waited_for <= 0:  # otherwise a report costs the same whatever the number of ranks
-            waited_for = self._running or {rank for rank, rows in enumerate(self._rows) if rows}
-            ready = min((len(self._rows[rank]) for rank in waited_for), default=0)
-            if not ready:
-                return
-            yield from self._emit(ready)
-            self._num_waited_for = sum(not self._rows[rank] for rank in self._running)
-
-    def _finish(self, keep_rounds: int | None) -> Iterator[Result]:
-        """End the attempt; returns its rounds up to ``keep_rounds`` (None: all), also those that not all ranks made."""
-        self._running = set()
-        while any(self._rows) and (keep_rounds is None or self._iteration - self._iterations_before < keep_rounds):
-            yield from self._emit(1)
-        for rows in self._rows:
-            rows.clear()
-        self._attempt = 0  # reports after the attempt's end make no rounds
-
-    def _emit(self, count: int) -> Iterator[Result]:
-        """Return up to ``count`` rounds of the ranks that have rows; fewer if a rank that has left has fewer."""
-        ranks = tuple(rank for rank, rows in enumerate(self._rows) if rows)
-        queues = [self._rows[rank] for rank in ranks]
-        count = min(count, *map(len, queues))
-        reduce, automatic = self._reduce, {"world_size": self._world_size, "attempt": self._attempt}
-        times = {rank: row[1] for rank, row in zip(*self._last_round, strict=True)}
-        last = times.get(ranks[0], self._time_before_s)
-        replicas = replicas_of(ranks, self._workers_per_replica)
-        for iteration in range(self._iteration + 1, self._iteration + count + 1):
-            rows = [queue.popleft() for queue in queues]
-            workers = [row[2] for row in rows]
-            timestamp, total, metrics = rows[0]
-            result = Result(reduce_metrics(workers, reduce, replicas) if reduce else metrics, workers, ranks)
-            result["training_iteration"] = iteration
-            result["timestamp"] = timestamp
-            result["time_this_iter_s"] = total - last
-            result["time_total_s"] = last = total
-            result.update(automatic)
-            self._iteration = iteration
-            self._last_round = (ranks, rows)
-            yield result
 
 
 def merge_results(sequence: Sequence[Frame], reduce: Mapping[str, str], *, is_done: bool) -> list[Result]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.policies.failure import Failure
+from raysgd.controller.policies.after_failure import Failure
 from raysgd.controller.states import Outcome
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _failure(data: dict[str, Any]) -> Failure:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The settings of a `raysgd.controller.machine.machine.RunMachine`.
+    """The settings of a `raysgd.controller.state_machine.run_machine.RunMachine`.
 
     Attributes:
         start: Where the first attempt starts.

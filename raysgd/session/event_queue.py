@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from raysgd._util.json import encode
-from raysgd._util.json import encode_rows as encode_plain_rows
+from raysgd._util.json import encode, encode_rows
 from raysgd.errors import MetricError
 from raysgd.session.events import PartSafe, Reports, Saved, WorkerEvent
 from raysgd.session.metrics import read_deferred
@@ -152,10 +151,11 @@ class EventQueue:
         closes.clear()
 
     def _encode_readable(self, rows: list[Row]) -> bytes:
-        """Encode the rows before the first unreadable one, and drop the others from ``rows``."""
+        """Encode rows with scalars on a device, which are read now; drop the first unreadable one and those after it."""
         for number, row in enumerate(rows):
             try:
-                encode_rows([row])
+                rows[number] = (*row[:2], read_deferred(row[2]))
+                encode_rows(rows[number : number + 1])
             except Exception as error:
                 self.unreadable = _name_unreadable(row[2], error)
                 del rows[number:]
@@ -175,12 +175,3 @@ def _name_unreadable(metrics: dict[str, Any], error: Exception) -> MetricError:
     unreadable = MetricError(f"report({name}=...) could not be read: {type(error).__name__}: {error}", key=name)
     unreadable.__cause__ = error
     return unreadable
-
-
-def encode_rows(rows: list[Row]) -> bytes:
-    """Encode rows as standard JSON, as `raysgd._util.json.encode_rows` does; scalars on a device are read."""
-    try:
-        return encode_plain_rows(rows)
-    except TypeError:  # a Deferred among them: looking for one first would cost more than json's error
-        plain = [(timestamp, total, read_deferred(metrics)) for timestamp, total, metrics in rows]
-        return encode_plain_rows(plain)

@@ -24,7 +24,7 @@ from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
 from raysgd.session.context import OUTLIVED
 from raysgd.session.event_queue import EventQueue
-from raysgd.session.events import AtSavePoint, Saved, StartUnusable
+from raysgd.session.events import Saved, StartUnusable
 from raysgd.session.gates import SaveGate, StopGate
 from raysgd.session.metrics import copy_metrics
 from raysgd.session.saving import CheckpointWriter
@@ -74,6 +74,9 @@ class WorkerSession(Session):
 
     Attributes:
         iterations_before: Rounds of the run before this attempt.
+        num_reports: Reports made so far in this attempt.
+        stop_gate: Where this rank finds the stop that all ranks agreed on.
+        save_gate: Where it waits for the save that all ranks leave after.
         expects_save: train_func has asked for a checkpoint to continue from, so it probably saves some.
     """
 
@@ -118,7 +121,7 @@ class WorkerSession(Session):
         self._start = start
         self._on_report = on_report
         self._clock_zero = time.monotonic() - time_before_s
-        self._num_reports = 0
+        self.num_reports = 0
         self._num_saves = 0
         self._num_loads = 0  # since the first save
         self._num_lists = 0
@@ -129,8 +132,8 @@ class WorkerSession(Session):
         self._unscored: int | None = None  # the save whose round is not reported yet
         self._ended: AttemptEnded | None = None
         self._is_closed = False
-        self._gate = StopGate()
-        self._save_gate = SaveGate()
+        self.stop_gate = StopGate()
+        self.save_gate = SaveGate()
 
     # -- what train_func calls --------------------------------------------------------------------------------
 
@@ -139,19 +142,19 @@ class WorkerSession(Session):
             self._check_live()
         if self.logical is not None:
             self.logical.check_outside("report()")
-        if self._gate.is_closed_for_reports and not self._gate.takes_report(self._num_reports):
+        if self.stop_gate.is_closed_for_reports and not self.stop_gate.takes_report(self.num_reports):
             raise AttemptEnded("the run was asked to stop")
         copied = copy_metrics(metrics)
         if (data_wait := self.progress.data_wait_fraction()) is not None:
             copied[DATA_WAIT_FRACTION] = data_wait
         closes, self._unscored = self._unscored, None
         self._event_queue.put_report((time.time(), time.monotonic() - self._clock_zero, copied), closes)
-        self._num_reports += 1
+        self.num_reports += 1
         self.progress.mark("report")
         self._last_metrics = copied
         for hook in self._on_report:
             hook(copied)
-        if self._save_gate.limit is not None:
+        if self.save_gate.limit is not None:
             self._leave_after_last_save()
 
     def save_checkpoint(
@@ -163,11 +166,11 @@ class WorkerSession(Session):
         self.progress.mark("save_checkpoint")
         self._unscored = None  # no report came since the previous save: that one belongs to no round
         self._leave_after_last_save()
-        self._save_gate.begin()
+        self.save_gate.begin()
         self._check_live()
         call, self._num_saves = self._num_saves, self._num_saves + 1
         if call == 0:
-            self._saves_first = self._num_reports == 0
+            self._saves_first = self.num_reports == 0
         has_no_files = files and all_ranks and state is None
         gives_state = (all_ranks or self.world_rank == 0) and not has_no_files
         if gives_state and state is None:
@@ -175,7 +178,17 @@ class WorkerSession(Session):
                 f"save_checkpoint(None) on rank {self.world_rank}: "
                 + ("with all_ranks=True every rank gives its part." if all_ranks else "rank 0 must give the state.")
             )
-        saved, score = self._describe_save(call, files, metrics, all_ranks, allow_pickle)
+        score = copy_metrics(metrics) if metrics is not None else None if self._saves_first else self._last_metrics
+        saved = Saved(
+            call=call,
+            reports=self.num_reports,
+            time_total_s=time.monotonic() - self._clock_zero,
+            all_ranks=all_ranks,
+            is_files=files,
+            allow_pickle=allow_pickle,
+            metrics=None,
+            awaits_round=self._saves_first,
+        )
         with self.progress.checkpoint:
             small = rank_state.capture(self._datasets, self.logical)
             if not gives_state:
@@ -221,7 +234,7 @@ class WorkerSession(Session):
         return listed
 
     def should_stop(self) -> bool:
-        return self._gate.check() or self._ended is not None
+        return self.stop_gate.check() or self._ended is not None
 
     def wait_for_others(self) -> None:
         """Wait until every rank is about to enter train_func.
@@ -259,32 +272,11 @@ class WorkerSession(Session):
 
     # -- what the worker calls, from other threads ------------------------------------------------------------
 
-    def hold(self) -> tuple[int, int]:
-        """Return how often this rank called `should_stop` and reported; it waits at its next call of either."""
-        return self._gate.hold(self._num_reports)
-
-    def stop_from(self, check: int, last_report: int | None) -> None:
-        """Apply the stop that all ranks agreed on; see `StopGate`."""
-        self._gate.release(check, last_report)
-
-    def hold_saves(self) -> int:
-        """Return how many saves this rank has begun; it waits at the next one."""
-        return self._save_gate.hold()
-
-    def leave_after(self, limit: AtSavePoint | None) -> None:
-        """Apply the save that all ranks agreed to leave after; see `SaveGate`."""
-        self._save_gate.release(limit)
-
     def end(self, why: str) -> None:
         """End the attempt: every later call raises `AttemptEnded`."""
         self._ended = AttemptEnded(why)
-        self._gate.open()
-        self._save_gate.open()
-
-    @property
-    def num_reports(self) -> int:
-        """Reports made so far in this attempt."""
-        return self._num_reports
+        self.stop_gate.open()
+        self.save_gate.open()
 
     @property
     def is_ended(self) -> bool:
@@ -293,7 +285,7 @@ class WorkerSession(Session):
     @property
     def saw_stop(self) -> bool:
         """Whether train_func has found ``should_stop()`` true, as all ranks do at that check."""
-        return self._gate.was_found
+        return self.stop_gate.was_found
 
     def barriers(self) -> list[tuple[str, int, int | None]]:
         """Return for ``barrier`` and ``broadcast`` how often this rank has called it, and since when it waits there.
@@ -317,14 +309,14 @@ class WorkerSession(Session):
 
         A loop that saves and does not report has no such report.
         """
-        limit = self._save_gate.limit
+        limit = self.save_gate.limit
         if limit is None or self._num_saves <= limit.call:
             return
-        if self._unscored is not None and (self._num_reports > 0 or self._num_saves == 1):
+        if self._unscored is not None and (self.num_reports > 0 or self._num_saves == 1):
             return
         self._event_queue.put(limit, urgent=True)
         with self.progress.waiting:
-            self._save_gate.wait(lambda: self.progress.mark("save_checkpoint"))
+            self.save_gate.wait(lambda: self.progress.mark("save_checkpoint"))
         self._check_live()
 
     def _check_live(self) -> None:
@@ -334,27 +326,6 @@ class WorkerSession(Session):
             raise self._event_queue.unreadable
         if self._is_closed:
             raise SessionError(OUTLIVED)
-
-    def _describe_save(
-        self,
-        call: int,
-        files: bool,
-        metrics: Mapping[str, Any] | None,
-        all_ranks: bool,
-        allow_pickle: bool,
-    ) -> tuple[Saved, dict[str, Any] | None]:
-        score = copy_metrics(metrics) if metrics is not None else None if self._saves_first else self._last_metrics
-        saved = Saved(
-            call=call,
-            reports=self._num_reports,
-            time_total_s=time.monotonic() - self._clock_zero,
-            all_ranks=all_ranks,
-            is_files=files,
-            allow_pickle=allow_pickle,
-            metrics=None,
-            awaits_round=self._saves_first,
-        )
-        return saved, score
 
     def _report_unusable_start(self, error: Exception) -> None:
         self._event_queue.put(StartUnusable(str(error)), urgent=True)

@@ -151,12 +151,12 @@ class CallbackSuite:
         with running(self.make_callback(), tmp_path / "run") as runner:
             for attempt, iterations in ((1, range(1, 6)), (2, range(3, 9))):
                 for iteration in iterations:
-                    runner.result(make_result(iteration, attempt))
+                    runner.call("on_result", make_result(iteration, attempt))
 
     def test_does_not_change_results(self, tmp_path: Path) -> None:
         result, untouched = make_result(1, **ODD_METRICS), make_result(1, **ODD_METRICS)
         with running(self.make_callback(), tmp_path / "run") as runner:
-            runner.result(result)
+            runner.call("on_result", result)
         assert repr(result) == repr(untouched)
         assert repr(result.workers) == repr(untouched.workers)
 
@@ -205,12 +205,12 @@ def drive(
     """Drive a callback through one run; with ``odd`` also with events, a checkpoint and unusual metrics."""
     with running(callback, run_dir, error) as runner:
         for event in make_events() if odd else ():
-            runner.event(event)
+            runner.call("on_event", event)
         for iteration in range(1, num_results + 1):
-            runner.result(make_result(iteration, **(ODD_METRICS if odd and iteration > 2 else {})))
+            runner.call("on_result", make_result(iteration, **(ODD_METRICS if odd and iteration > 2 else {})))
         if odd:
             for path in (None, str(run_dir / "checkpoints" / "1")):
-                runner.checkpoint(Checkpoint(path, {"loss": 0.5}, iteration=2))
+                runner.call("on_checkpoint", Checkpoint(path, {"loss": 0.5}, iteration=2))
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -7,8 +7,9 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -17,7 +18,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd._util.logs import get_logger
 from raysgd.controller import frames
-from raysgd.controller.actor import TrainerActor
 from raysgd.controller.frames import Frame
 from raysgd.controller.holders import describe_holder
 from raysgd.controller.journal.frame_streams import follow_frames
@@ -33,9 +33,10 @@ from raysgd.controller.kv_store import (
     put_settings,
 )
 from raysgd.controller.requests import RunNotGiven, RunRequest, TrainerSettings, is_data_kept
+from raysgd.controller.trainer_actor import TrainerActor
 from raysgd.controller.watchdog import ASK_AGAIN_S, comes_back, prepare_process
 from raysgd.errors import ConfigError, RaySGDError, TrainerClosedError, UsageError, WorkerError
-from raysgd.workers.liveness.deaths import explain_failed_start, first_line
+from raysgd.workers.liveness.death_reasons import explain_failed_start, first_line
 from raysgd.workers.liveness.process_watch import CONTROLLER, ProcessWatch
 from raysgd.workers.liveness.watched import watched_actor
 from raysgd.workers.pickling import CallFailed, loads
@@ -46,6 +47,7 @@ from raysgd.workers.placement.slots import remove_placement_groups
 _STATUS_TIMEOUT_S = 10.0
 #: Seconds that a warning may take to get into the run's files.
 _WARN_TIMEOUT_S = 10.0
+_ENDS = {frames.RUN_END, frames.RUN_CLOSED}
 #: States of a run that are its end.
 OVER = ("done", "stopped", "cancelled", "error")
 CLUSTER_IS_GONE = "the Ray cluster of this Trainer is gone: ray.shutdown() was called since; make a new Trainer."
@@ -151,8 +153,11 @@ class Channel:
             with self._watch.waiting():
                 for batch in follow_frames(self._actor, run_id, last=frames.RUN_CLOSED, send_again=self._send_again):
                     self._watch.on_message()
-                    if self._is_request(run_id):
-                        self._update_progress({frame.kind for frame in batch})
+                    kinds = {frame.kind for frame in batch}
+                    if not kinds.isdisjoint(_ENDS) and self._is_request(run_id):
+                        self._has_outcome = True
+                        if frames.RUN_CLOSED in kinds:
+                            self._is_idle.set()
                     yield batch
         except RayActorError:
             self.is_gone = True
@@ -264,12 +269,6 @@ class Channel:
                 remove_placement_groups(self.settings.name)
                 forget(self.settings.name, self.settings.alias)
 
-    def _update_progress(self, kinds: Collection[str]) -> None:
-        if frames.RUN_END in kinds:
-            self._has_outcome = True
-        if frames.RUN_CLOSED in kinds:
-            self._is_idle.set()
-
     def _is_request(self, run_id: str) -> bool:
         return self._request is not None and self._request.run_id == run_id
 
@@ -321,6 +320,8 @@ class _ControllerWatch:
     def __init__(self, actor: Any, timeout_s: float) -> None:
         self._find = lambda: actor
         self._watch = ProcessWatch(timeout_s)
+        #: Called when the TrainerActor has sent something.
+        self.on_message = partial(self._watch.on_message, CONTROLLER)
         _watches.add(self._watch)
         weakref.finalize(self, self._watch.abandon).atexit = False
         self._lock = threading.Lock()
@@ -343,10 +344,6 @@ class _ControllerWatch:
                 self._num_waiting -= 1
                 if not self._num_waiting:
                     self._pid = self._watch.remove(CONTROLLER)
-
-    def on_message(self) -> None:
-        """The TrainerActor has sent something."""
-        self._watch.on_message(CONTROLLER)
 
     @staticmethod
     def _report_wait(why: str) -> None:

@@ -9,7 +9,7 @@ from raysgd.errors import ConfigError, TrainerBusyError
 from raysgd.trainer import assembly
 from raysgd.trainer.arguments import check_call, check_constructor
 from raysgd.trainer.channel import Channel
-from raysgd.trainer.runs import RunManager
+from raysgd.trainer.run_manager import RunManager
 from raysgd.workers.pickling import loads
 
 

@@ -30,7 +30,7 @@ from raysgd.errors import MissingMetricError, RaySGDError, RunCancelledError, Tr
 from raysgd.result import Event, Result, RunInfo
 from raysgd.trainer.channel import CLUSTER_IS_GONE, Channel, ReturnedValues
 from raysgd.trainer.last_words import LastWords
-from raysgd.workers.liveness.deaths import explain_failed_start
+from raysgd.workers.liveness.death_reasons import explain_failed_start
 
 #: Frames held for an iteration that is behind.
 BUFFER_BYTES = 64 << 20
@@ -89,7 +89,7 @@ class ResultStream:
             logs_warnings: Whether to log the run's warnings; one stream of a process does.
         """
         self._channel = channel
-        self._lease = lease  # the workers are not released while this is held: see `raysgd.trainer.runs.Lease`
+        self._lease = lease  # the workers are not released while this is held: see `raysgd.trainer.run_manager.Lease`
         self._run_id = run_id
         self._returns = returns
         self._from_iteration = from_iteration
@@ -129,40 +129,33 @@ class ResultStream:
         if self._results:  # most calls: a batch brings many
             return self._results.popleft()
         try:
-            return self._wait_for_next()
+            while (result := self._take()) is None:
+                if self._is_iterated:
+                    raise StopIteration
+                if self._buffer.is_behind:
+                    self._catch_up()
+                    continue
+                with self._changed:
+                    if not self._has_more():
+                        self._changed.wait()
+            return result
         except BaseException as error:
             del self  # an interrupted loop must not hold the run
             prepare_for_user(error)
             raise
 
-    def _wait_for_next(self) -> Result:
-        while True:
-            result = self._take()
-            if result is not None:
-                return result
-            if self._is_iterated:
-                raise StopIteration
-            if self._buffer.is_behind:
-                self._catch_up()
-                continue
-            with self._changed:
-                if not self._has_more():
-                    self._changed.wait()
-
     def __aiter__(self) -> ResultStream:
         return self
 
     async def __anext__(self) -> Result:
-        while True:
-            result = self._take()
-            if result is not None:
-                return result
+        while (result := self._take()) is None:
             if self._is_iterated:
                 raise StopAsyncIteration
             if self._buffer.is_behind:
                 await asyncio.to_thread(self._catch_up)  # it waits for the TrainerActor, which the loop must not
             else:
                 await self._wait_async()
+        return result
 
     def is_finished(self) -> bool:
         """Return whether the run has ended and every result was taken."""
@@ -293,7 +286,7 @@ class ResultStream:
             self._lease = None
 
     def _update(self, frame: Frame) -> None:
-        """Update what the stream knows of the run."""
+        """Update what the stream knows of the run by a frame other than reports."""
         data = frame.data
         if frame.kind == frames.RUN_END:
             self._end(data)
@@ -356,9 +349,9 @@ class ResultStream:
             if self._is_iterated:
                 return None
             with self._changed:
+                if not self._buffer.frames:
+                    return None
                 frame = self._buffer.pop()
-            if frame is None:
-                return None
             found = self._merger.feed(frame)
             self._results.extend(result for result in found if result["training_iteration"] >= self._from_iteration)
             # An error is raised at once; a success is one when the callbacks had their end.
@@ -427,7 +420,7 @@ class _WarningLog:
         self._channel.warn(self._run_id, message, _SOURCE)
 
     def take(self, frame: Frame) -> None:
-        """Take the next frame of the run."""
+        """Take the next event of the run."""
         warning = warning_in(frame)
         if warning is not None and not (self.has_callbacks and frame.data["data"].get("source") == _SOURCE):
             self._keep(warning)
@@ -446,7 +439,7 @@ class _WarningLog:
             get_logger().warning(message)
 
 
-def _read(
+def _read(  # noqa: C901  (each frame goes to three that may be missing)
     stream_of: Callable[[], ResultStream | None],
     channel: Channel,
     run_id: str,
@@ -457,7 +450,17 @@ def _read(
     problem: BaseException | None = None
     try:
         for batch in channel.stream(run_id):
-            _pass_on(batch, stream_of(), reader, log)
+            stream = stream_of()
+            for frame in batch:
+                if frame.kind == frames.EVENT:
+                    log.take(frame)
+                if stream is not None and frame.kind != frames.REPORTS:
+                    stream._update(frame)
+                if reader is not None:
+                    reader.feed(frame)
+            if stream is not None:
+                stream._add(batch)
+            del stream  # or it would live on while this thread waits
     except Exception as error:  # also a bug: the user must not wait for ever
         problem = _explain(error, channel, getattr(stream_of(), "run_dir", None))
     log.close()
@@ -468,17 +471,6 @@ def _read(
         reader.end(problem if stream is None else stream.error)
     if stream is not None:
         stream._close()
-
-
-def _pass_on(batch: list[Frame], stream: ResultStream | None, reader: CallbackReader | None, log: _WarningLog) -> None:
-    for frame in batch:
-        log.take(frame)
-        if stream is not None:
-            stream._update(frame)
-        if reader is not None:
-            reader.feed(frame)
-    if stream is not None:
-        stream._add(batch)
 
 
 def _explain(error: Exception, channel: Channel, run_dir: str | None) -> BaseException:
@@ -521,8 +513,10 @@ class _Buffer:
             return
         if self._num_bytes > self._max_bytes:
             self.is_behind = True
-        else:
-            self._append(frame)
+            return
+        self.frames.append(frame)
+        self._num_bytes += frame.size_bytes
+        self.next_seq = frame.seq + 1
 
     def add_fetched(self, fetched: list[Frame]) -> None:
         for frame in fetched:
@@ -530,13 +524,12 @@ class _Buffer:
                 continue
             self.next_seq = frame.seq + 1
             if frame.kind in _OF_ROUNDS:
-                self._append(frame)
+                self.frames.append(frame)
+                self._num_bytes += frame.size_bytes
         self.is_behind = self.next_seq <= self._last_seen_seq
 
-    def pop(self) -> Frame | None:
-        """Return the oldest frame, or None."""
-        if not self.frames:
-            return None
+    def pop(self) -> Frame:
+        """Return the oldest frame."""
         frame = self.frames.popleft()
         self._num_bytes -= frame.size_bytes
         return frame
@@ -545,11 +538,6 @@ class _Buffer:
     def has_results(self) -> bool:
         """Whether results are still to come out of these frames."""
         return self.is_behind or any(frame.kind in (frames.REPORTS, frames.ATTEMPT_END) for frame in self.frames)
-
-    def _append(self, frame: Frame) -> None:
-        self.frames.append(frame)
-        self._num_bytes += frame.size_bytes
-        self.next_seq = frame.seq + 1
 
 
 def _set_done(future: asyncio.Future[None]) -> None:

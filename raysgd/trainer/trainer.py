@@ -1,7 +1,7 @@
 """`Trainer`, the user's handle: one train_func on many workers. Driver side.
 
-`raysgd.trainer.runs` starts and controls runs, `raysgd.trainer.class_api` is behind `Trainer.start` and `Trainer.execute`, and
-`raysgd.trainer.assembly` builds the objects of a run.
+`raysgd.trainer.run_manager` starts and controls runs, `raysgd.trainer.class_api` is behind `Trainer.start` and
+`Trainer.execute`, and `raysgd.trainer.assembly` builds the objects of a run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from raysgd.trainer import assembly
 from raysgd.trainer.arguments import RunArguments
 from raysgd.trainer.channel import Channel
 from raysgd.trainer.class_api import ClassApi
-from raysgd.trainer.runs import RunManager
+from raysgd.trainer.run_manager import RunManager
 from raysgd.trainer.spec import make_spec, restore_run
 from raysgd.trainer.stream import ResultStream
 from raysgd.trainer.table import ResourceTable

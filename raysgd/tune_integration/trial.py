@@ -22,7 +22,7 @@ from raysgd.controller.requests import TrainerSpec
 from raysgd.errors import ConfigError, RaySGDError, RunCancelledError
 from raysgd.result import AUTOMATIC_KEYS, Result
 from raysgd.trainer.arguments import RunArguments
-from raysgd.trainer.runs import RunManager
+from raysgd.trainer.run_manager import RunManager
 from raysgd.trainer.stream import ResultStream
 from raysgd.tune_integration.copies import Pruning, copy_checkpoint, uri_of
 from raysgd.tune_integration.recipe import Recipe, Work

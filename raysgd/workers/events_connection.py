@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,7 @@ class EventSender:
         self._unasked_bytes += len(data)
         is_full = self._unacknowledged_bytes > MAX_UNACKNOWLEDGED_BYTES
         try:
-            connection = self._connect(self._inbox)
+            connection = self._connection or self._connect(self._inbox)
             connection.sendall(data)
             if is_full or self._unasked_batches >= ASK_AFTER_BATCHES or self._unasked_bytes >= ASK_AFTER_BYTES:
                 self._ask(connection)
@@ -118,11 +118,9 @@ class EventSender:
         self._unasked_batches = self._unasked_bytes = 0
 
     def _connect(self, inbox: InboxAddress) -> socket.socket:
-        if self._connection is None:
-            hello = {"kind": KIND, "key": inbox.key}
-            self._connection = connect(inbox.endpoint, hello, CONNECT_TIMEOUT_S)
-            self._connection.settimeout(ACK_TIMEOUT_S)
-        return self._connection
+        self._connection = connection = connect(inbox.endpoint, {"kind": KIND, "key": inbox.key}, CONNECT_TIMEOUT_S)
+        connection.settimeout(ACK_TIMEOUT_S)
+        return connection
 
     def _await_acks(self, until_bytes: int) -> None:
         deadline = time.monotonic() + ACK_TIMEOUT_S
@@ -164,10 +162,14 @@ class EventSender:
 
 
 class Inbox:
-    """The controller's end of one worker's events: batches in order, each once, over the connection or through Ray."""
+    """The controller's end of one worker's events: batches in order, each once, over the connection or through Ray.
+
+    Attributes:
+        items: The events of each batch, and other items.
+    """
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.items: asyncio.Queue[Any] = asyncio.Queue()
         self._next_number = 0
         self._connections: set[asyncio.StreamWriter] = set()
         self._idle = asyncio.Event()
@@ -177,15 +179,7 @@ class Inbox:
         """Add a batch; one that arrived before is dropped."""
         if batch.number == self._next_number:
             self._next_number += 1
-            self._queue.put_nowait(batch.events)
-
-    def put_other(self, item: Any) -> None:
-        """Add an item that is not a batch, at the end."""
-        self._queue.put_nowait(item)
-
-    async def get(self) -> Any:
-        """Return the events of the next batch, or the next other item."""
-        return await self._queue.get()
+            self.items.put_nowait(batch.events)
 
     async def wait_drained(self, timeout_s: float) -> None:
         """Wait until everything that a dead worker's connections still hold is in the queue."""
@@ -229,7 +223,8 @@ class Inboxes:
         if inbox is not None:
             inbox.close()
 
-    async def handle(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inbox = self._inboxes.get(str(hello.get("key")))
-        if inbox is not None:
-            await inbox.serve(reader, writer)
+    def handle(
+        self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> Awaitable[None]:
+        """Serve a connection; a key that is not known, such as that of an attempt that is over, is a KeyError."""
+        return self._inboxes[str(hello.get("key"))].serve(reader, writer)

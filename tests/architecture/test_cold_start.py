@@ -16,8 +16,8 @@ LATER = ("raysgd.checkpoint.codecs.tree", "raysgd.checkpoint.storage.storage")
 @pytest.mark.parametrize(
     ("module", "unwanted", "limit"),
     [
-        ("raysgd.controller.actor", HEAVY + LATER, 90),
-        ("raysgd.workers.process.actor", HEAVY + LATER, 45),
+        ("raysgd.controller.trainer_actor", HEAVY + LATER, 90),
+        ("raysgd.workers.process.worker_actor", HEAVY + LATER, 45),
         ("raysgd.trainer.trainer", HEAVY, 150),
     ],
 )

@@ -53,21 +53,3 @@ def test_modules_have_no_circles_even_for_type_checkers() -> None:
         graph[name] = {module for module in _imported(path, known) if module in known and module != name}
     assert len(graph) == len(known) and any(graph.values())
     graphlib.TopologicalSorter(graph).prepare()  # raises a CycleError that names a circle
-
-
-def test_run_machine_leaves_changes_of_the_state_to_the_lifecycle() -> None:
-    """`RunMachine` finds transitions. The lifecycle makes them, so that each can be read in one place."""
-    tree = ast.parse((PACKAGE / "controller" / "machine" / "machine.py").read_text(encoding="utf-8"))
-    (machine,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
-    changed = set()
-    for method in machine.body:
-        if isinstance(method, ast.FunctionDef) and method.name != "__init__":
-            for node in ast.walk(method):
-                match node:
-                    case ast.Attribute(ctx=ast.Store()):
-                        changed.add(ast.unparse(node))
-                    case ast.Call(
-                        func=ast.Attribute(attr="add" | "discard" | "update" | "clear", value=ast.Attribute())
-                    ):
-                        changed.add(ast.unparse(node.func))
-    assert changed == {"self._commands", "self._preemption.add"}  # its output; and a transition of a part

@@ -31,7 +31,7 @@ def drive(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
         _replace(tmp_path / name, __version__, "0.0.9")
     _replace(tmp_path / "other_format", "WorkerTask", "WorkerJob")
     _replace(tmp_path / "other_python", "platform.python_version()", '"3.99.1"')  # no other Python is installed here
-    (tmp_path / "unusable/raysgd/workers/process/actor.py").unlink()
+    (tmp_path / "unusable/raysgd/workers/process/worker_actor.py").unlink()
 
     def run(scenario: str) -> dict[str, Any]:
         (empty := tmp_path / "empty").mkdir()  # Ray adds the driver's working directory to the path of workers

@@ -34,6 +34,7 @@ AREAS: dict[str, Area] = {
             "integration/test_dropped_trainers.py",
             "integration/test_errors.py",
             "integration/test_exported_metrics.py",
+            "integration/test_functions_of_a_report.py",
             "integration/test_interrupt.py",
             "integration/test_live_table.py",
             "integration/test_local_use.py",

@@ -83,7 +83,7 @@ class StepLog:
                 kept.setdefault(frame.attempt, frame.data["keep_rounds"])
             elif frame.kind == frames.REPORTS and frame.attempt not in kept:
                 made.append(frame)
-        known = {(number, report) for frame in made for report, number in frame.data["closes"]}
+        known = {(number, report) for frame in made for report, number in frame.data.get("closes", ())}
         needed: set[int] = set()
         for frame in made:
             first, count = self._before[frame.attempt] + frame.data["first"], frame.data["count"]
@@ -111,7 +111,7 @@ class StepLog:
             if frame.kind == frames.ATTEMPT_END:
                 ended.add(frame.attempt)
             elif frame.kind == frames.REPORTS and frame.attempt == manifest.attempt and frame.attempt not in ended:
-                assert [num_reports, number] not in frame.data["closes"], f"checkpoint {number} lacks its round"
+                assert [num_reports, number] not in frame.data.get("closes", ()), f"checkpoint {number} lacks its round"
 
 
 def _metrics(step: int) -> dict[str, int]:

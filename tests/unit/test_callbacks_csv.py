@@ -18,7 +18,7 @@ from raysgd.testing.callback_suite import ODD_METRICS, bytes_written, make_resul
 def write(run_dir: Path, *results: Result, callback: CsvCallback | None = None) -> Path:
     with running(callback or CsvCallback(), run_dir) as runner:
         for result in results:
-            runner.result(result)
+            runner.call("on_result", result)
     return run_dir / "results.csv"
 
 

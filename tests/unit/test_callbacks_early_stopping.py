@@ -23,7 +23,7 @@ def stopped_at(callback: EarlyStoppingCallback, values: Sequence[Any], metric: s
     runner = CallbackRunner([callback], problems.append)
     runner.start(make_info(Path("run")))
     for iteration, value in enumerate(values, start=1):
-        if runner.result(make_result(iteration, **{metric: value})) is not None:
+        if runner.call("on_result", make_result(iteration, **{metric: value})) is not None:
             return iteration
     assert not problems
     return None
@@ -53,7 +53,10 @@ def test_reason_names_the_best_value_and_its_iteration() -> None:
     callback = EarlyStoppingCallback("val/acc", mode="max", patience=2)
     runner = CallbackRunner([callback], print)
     runner.start(make_info(Path("run")))
-    stops = [runner.result(make_result(i, val={"acc": acc})) for i, acc in enumerate([0.5, 0.9, 0.8, 0.7], start=1)]
+    stops = [
+        runner.call("on_result", make_result(i, val={"acc": acc}))
+        for i, acc in enumerate([0.5, 0.9, 0.8, 0.7], start=1)
+    ]
     assert stops[:3] == [None] * 3
     assert stops[3] is not None
     reason = "val/acc has not improved for 2 results; its best was 0.9 at iteration 2, now 4."
@@ -63,7 +66,7 @@ def test_reason_names_the_best_value_and_its_iteration() -> None:
 def test_stop_is_raised_once() -> None:
     runner = CallbackRunner([EarlyStoppingCallback("loss", patience=2)], print)
     runner.start(make_info(Path("run")))
-    stops = [runner.result(make_result(iteration, loss=1.0)) for iteration in range(1, 10)]
+    stops = [runner.call("on_result", make_result(iteration, loss=1.0)) for iteration in range(1, 10)]
     assert [iteration for iteration, stop in enumerate(stops, start=1) if stop is not None] == [3]
 
 
@@ -82,7 +85,11 @@ def test_results_before_the_checkpoint_count(earlier: list[Any], later: list[flo
     results = [make_result(iteration, loss=loss) for iteration, loss in enumerate(earlier, start=1)]
     runner.start(replace(make_info(Path("run")), read_earlier=lambda: results))
     numbered = enumerate(later, start=len(earlier) + 1)
-    stops = [iteration for iteration, loss in numbered if runner.result(make_result(iteration, loss=loss)) is not None]
+    stops = [
+        iteration
+        for iteration, loss in numbered
+        if runner.call("on_result", make_result(iteration, loss=loss)) is not None
+    ]
     assert stops == [expected]
 
 
@@ -90,7 +97,9 @@ def test_repeated_results_count_once() -> None:
     runner = CallbackRunner([EarlyStoppingCallback("loss", patience=3)], print)
     runner.start(make_info(Path("run")))
     rounds = [(1, 1, 1.0), (2, 1, 2.0), (3, 1, 2.0), (2, 2, 2.0), (3, 2, 2.0), (4, 2, 0.5), (5, 2, 0.6)]
-    assert [runner.result(make_result(i, attempt, loss=loss)) for i, attempt, loss in rounds] == [None] * len(rounds)
+    assert [runner.call("on_result", make_result(i, attempt, loss=loss)) for i, attempt, loss in rounds] == [
+        None
+    ] * len(rounds)
 
 
 def test_results_without_the_metric_do_not_count() -> None:
@@ -98,8 +107,8 @@ def test_results_without_the_metric_do_not_count() -> None:
     runner.start(make_info(Path("run")))
     for iteration in range(1, 20):
         metrics = {"val": 1.0} if iteration in (1, 10) else {}
-        assert runner.result(make_result(iteration, **metrics)) is None
-    assert runner.result(make_result(20, val=1.0)) is not None
+        assert runner.call("on_result", make_result(iteration, **metrics)) is None
+    assert runner.call("on_result", make_result(20, val=1.0)) is not None
 
 
 def play(
@@ -110,8 +119,8 @@ def play(
     runner = CallbackRunner([EarlyStoppingCallback(metric)], warnings.append)
     runner.start(make_info(Path("run")))
     for iteration, metrics in enumerate(rounds, start=first):
-        runner.result(make_result(iteration, **metrics))
-    runner.event(Event(event, 0.0, {"why": "enough"}))
+        runner.call("on_result", make_result(iteration, **metrics))
+    runner.call("on_event", Event(event, 0.0, {"why": "enough"}))
     runner.end(error)
     return warnings
 

@@ -20,7 +20,7 @@ from raysgd.testing.callback_suite import ODD_METRICS, bytes_written, drive, mak
 def write(run_dir: Path, *results: Result, callback: JsonLinesCallback | None = None) -> Path:
     with running(callback or JsonLinesCallback(), run_dir) as runner:
         for result in results:
-            runner.result(result)
+            runner.call("on_result", result)
     return run_dir / "results.jsonl"
 
 
@@ -50,7 +50,7 @@ def test_jq_reads_odd_metrics(tmp_path: Path) -> None:
 def test_each_line_is_written_before_the_next_result(tmp_path: Path) -> None:
     with running(JsonLinesCallback(), tmp_path) as runner:
         for iteration in range(1, 4):
-            runner.result(make_result(iteration))
+            runner.call("on_result", make_result(iteration))
             lines = (tmp_path / "results.jsonl").read_text().splitlines()
             assert [json.loads(line)["training_iteration"] for line in lines] == list(range(1, iteration + 1))
 

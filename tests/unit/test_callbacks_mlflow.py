@@ -47,8 +47,8 @@ def test_params_metrics_and_status_are_logged(store: str, tmp_path: Path) -> Non
     callback = MLflowCallback("logged", store, run_name="first", tags={"team": "a"})
     with running(callback, tmp_path / "run") as runner:
         for iteration in range(1, 4):
-            runner.result(make_result(iteration, val={"acc@5": iteration}, text="x"))
-        runner.checkpoint(Checkpoint("s3://bucket/3", iteration=3))
+            runner.call("on_result", make_result(iteration, val={"acc@5": iteration}, text="x"))
+        runner.call("on_checkpoint", Checkpoint("s3://bucket/3", iteration=3))
     (run,) = runs_of(store, "logged")
     assert run.info.run_name == "first"
     assert run.info.status == "FINISHED"
@@ -95,7 +95,7 @@ def test_second_writer_continues_the_same_mlflow_run(store: str, tmp_path: Path)
     for iterations in (range(1, 4), range(3, 6)):
         with running(MLflowCallback("restored", store), tmp_path / "it's a run") as runner:
             for iteration in iterations:
-                runner.result(make_result(iteration, nan=math.nan))
+                runner.call("on_result", make_result(iteration, nan=math.nan))
     (run,) = runs_of(store, "restored")
     assert run.info.status == "FINISHED"
     assert {step for step, _ in history(store, run, "loss")} == {1, 2, 3, 4, 5}
@@ -163,9 +163,9 @@ def test_failed_batch_is_sent_again(store: str, tmp_path: Path, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr(tracking.MlflowClient, "log_batch", refuse)
-        runner.result(make_result(1))
-        runner.result(make_result(2))
-    runner.event(Event("sample", 0.0))
+        runner.call("on_result", make_result(1))
+        runner.call("on_result", make_result(2))
+    runner.call("on_event", Event("sample", 0.0))
     runner.end(None)
     assert ["no route to host" in text for text in problems] == [True]
     (run,) = runs_of(store, "outage")

@@ -27,7 +27,7 @@ def still_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def play(callback: PrintCallback, run_dir: Path, *results: Result) -> None:
     with running(callback, run_dir) as runner:
         for result in results:
-            runner.result(result)
+            runner.call("on_result", result)
 
 
 def test_a_line_per_result_with_the_users_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +53,7 @@ def test_names_that_the_first_result_does_not_have_are_warned_about_once(tmp_pat
     for _ in range(2):
         runner.start(make_info(tmp_path))
         for iteration in (1, 2, 3):
-            runner.result(make_result(iteration, val={"acc": 1}))
+            runner.call("on_result", make_result(iteration, val={"acc": 1}))
     message = "PrintCallback(metrics=...): the first result has no metric 'acc' (did you mean 'val/acc'?); it has loss, val/acc."
     assert warnings == [message, message]
 

@@ -25,7 +25,7 @@ def train(
     for step in range(1, steps + 1):
         with torch.profiler.record_function(f"step_{step}"):
             torch.ones(8, 8) @ torch.ones(8, 8)
-        runner.result(make_result(step, attempt))
+        runner.call("on_result", make_result(step, attempt))
     runner.end(None)
     assert not problems
 

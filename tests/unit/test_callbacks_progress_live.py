@@ -35,7 +35,7 @@ started = threading.Event()
 def play(results, pause_s, error=None, then=lambda: None):
     runner.start(make_info(Path("digits")))
     for iteration in range(1, results + 1):
-        runner.result(make_result(iteration))
+        runner.call("on_result", make_result(iteration))
         started.set()
         time.sleep(pause_s)
     then()
@@ -136,7 +136,7 @@ runner.start(make_info(Path("digits")))
 begin, cpu, stored = time.monotonic(), time.thread_time(), 0
 while time.monotonic() < begin + 1.5:
     stored += 1
-    runner.result(make_result(stored))
+    runner.call("on_result", make_result(stored))
 runner.end(None)
 print("stored", stored, time.monotonic() - begin, time.thread_time() - cpu)
 """

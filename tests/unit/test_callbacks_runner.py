@@ -79,9 +79,9 @@ def test_callbacks_are_called_in_order_with_the_same_objects(problems: Problems,
     runner = CallbackRunner([Recorder("a", log), Recorder("b", log)], problems)
     result, checkpoint, error = make_result(1), Checkpoint(None, iteration=1), ValueError("x")
     runner.start(info)
-    runner.result(result)
-    runner.event(EVENT)
-    runner.checkpoint(checkpoint)
+    runner.call("on_result", result)
+    runner.call("on_event", EVENT)
+    runner.call("on_checkpoint", checkpoint)
     runner.end(error)
     arguments = [info, result, EVENT, checkpoint, error]
     hooks = ["on_run_start", "on_result", "on_event", "on_checkpoint", "on_run_end"]
@@ -104,7 +104,7 @@ def test_first_stop_is_returned_after_all_callbacks_were_called(problems: Proble
     first, second, last = Recorder(on_result=Stop("first")), Recorder(on_result=Stop("second")), Recorder()
     runner = CallbackRunner([first, second, last], problems)
     runner.start(info)
-    stop = runner.result(make_result(1))
+    stop = runner.call("on_result", make_result(1))
     assert stop is first.raises["on_result"]
     assert stop.reason == "first"
     assert last.hooks() == ["on_run_start", "on_result"]
@@ -114,8 +114,8 @@ def test_first_stop_is_returned_after_all_callbacks_were_called(problems: Proble
 @pytest.mark.parametrize("hook", ["on_checkpoint", "on_event", "on_run_start"])
 def test_stop_may_be_raised_by_other_hooks(hook: str, problems: Problems, info: RunInfo) -> None:
     runner = CallbackRunner([Recorder(**{hook: Stop("enough")})], problems)
-    stops = [runner.start(info), runner.result(make_result(1)), runner.event(EVENT)]
-    stops.append(runner.checkpoint(Checkpoint(None, iteration=1)))
+    stops = [runner.start(info), runner.call("on_result", make_result(1)), runner.call("on_event", EVENT)]
+    stops.append(runner.call("on_checkpoint", Checkpoint(None, iteration=1)))
     assert [stop.reason for stop in stops if stop is not None] == ["enough"]
 
 
@@ -123,7 +123,7 @@ def test_exception_is_reported_and_does_not_end_the_run(problems: Problems, info
     last = Recorder()
     runner = CallbackRunner([Recorder(on_result=OSError("disk full")), last], problems)
     runner.start(info)
-    assert runner.result(make_result(1)) is None
+    assert runner.call("on_result", make_result(1)) is None
     assert last.hooks()[-1] == "on_result"
     (text,) = problems.texts
     assert text.startswith("callback Recorder failed in on_result: OSError: disk full")
@@ -135,7 +135,7 @@ def test_traceback_is_reported_once_and_three_failures_in_a_row_disable(problems
     runner = CallbackRunner([recorder], problems)
     runner.start(info)
     for iteration in range(1, 11):
-        runner.result(make_result(iteration))
+        runner.call("on_result", make_result(iteration))
     assert ["Traceback" in text for text in problems.texts] == [True, False, False]
     assert "no further calls" in problems.texts[-1]
     runner.end(None)
@@ -148,7 +148,7 @@ def test_separate_failures_do_not_disable_a_callback(problems: Problems, info: R
     runner.start(info)
     for iteration in range(1, 13):
         recorder.raises = {"on_result": OSError("flaky")} if iteration % 3 else {}
-        runner.result(make_result(iteration))
+        runner.call("on_result", make_result(iteration))
     assert len(problems.texts) == 8
     assert recorder.hooks().count("on_result") == 12
 
@@ -157,7 +157,7 @@ def test_callback_whose_start_failed_gets_only_its_end(problems: Problems, info:
     recorder, other = Recorder(on_run_start=ImportError("no such library")), Recorder()
     runner = CallbackRunner([recorder, other], problems)
     runner.start(info)
-    runner.result(make_result(1))
+    runner.call("on_result", make_result(1))
     runner.end(None)
     assert recorder.hooks() == ["on_run_start", "on_run_end"]
     assert other.hooks() == ["on_run_start", "on_result", "on_run_end"]
@@ -171,7 +171,7 @@ def test_disabled_callback_is_enabled_in_the_next_run(problems: Problems, info: 
     runner.end(None)
     recorder.raises = {}
     runner.start(info)
-    runner.result(make_result(1))
+    runner.call("on_result", make_result(1))
     assert recorder.hooks()[-1] == "on_result"
 
 
@@ -191,7 +191,7 @@ def test_equal_callbacks_are_counted_separately(problems: Problems, info: RunInf
     runner = CallbackRunner([good, bad], problems)
     runner.start(info)
     for iteration in range(1, 6):
-        runner.result(make_result(iteration))
+        runner.call("on_result", make_result(iteration))
     assert good.calls == [1, 2, 3, 4, 5]
     assert bad.calls == [1, 2, 3]
 
@@ -205,8 +205,8 @@ def test_critical_exception_is_raised_after_the_others_were_called(
 
     def play() -> None:
         runner.start(info)
-        runner.result(make_result(1))
-        runner.event(EVENT)
+        runner.call("on_result", make_result(1))
+        runner.call("on_event", EVENT)
 
     with pytest.raises(ValueError, match="diverged") as caught:
         play()
@@ -247,7 +247,7 @@ def test_every_start_gets_one_end(problems: Problems, info: RunInfo) -> None:
     runner.start(info)
     runner.end(None)
     runner.end(ValueError("again"))
-    runner.result(make_result(1))
+    runner.call("on_result", make_result(1))
     assert recorder.hooks() == ["on_run_start", "on_run_end"]
 
 
@@ -258,7 +258,7 @@ def test_keyboard_interrupt_passes(hook: str, problems: Problems, info: RunInfo)
 
     def play() -> None:
         runner.start(info)
-        runner.result(make_result(1))
+        runner.call("on_result", make_result(1))
         runner.end(ValueError("x"))
 
     with pytest.raises(KeyboardInterrupt):
@@ -291,7 +291,7 @@ def test_callback_warns_through_its_run_and_pickles_afterwards(
     callback = Warns()
     runner = CallbackRunner([callback], problems)
     runner.start(info)
-    runner.result(make_result(1))
+    runner.call("on_result", make_result(1))
     runner.end(None)
     assert problems.texts == ["careful"] and not caplog.records
     assert cloudpickle.loads(cloudpickle.dumps(callback)).rank is None

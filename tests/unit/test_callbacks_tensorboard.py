@@ -20,7 +20,7 @@ accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_ac
 def write(run_dir: Path, *results: Result, callback: TensorBoardCallback | None = None) -> Path:
     with running(callback or TensorBoardCallback(), run_dir) as runner:
         for result in results:
-            runner.result(result)
+            runner.call("on_result", result)
     return run_dir / "tensorboard"
 
 
@@ -89,5 +89,5 @@ def test_second_writer_continues_in_the_same_folder(tmp_path: Path) -> None:
 
 def test_results_can_be_read_during_the_run(tmp_path: Path) -> None:
     with running(TensorBoardCallback(), tmp_path) as runner:
-        runner.result(make_result(1))
+        runner.call("on_result", make_result(1))
         assert scalars(tmp_path / "tensorboard", "loss") == [(1, 1.0)]

@@ -26,8 +26,8 @@ def _service() -> Iterator[None]:
 def test_config_and_results_are_logged(tmp_path: Path) -> None:
     with running(WandbCallback(mode="offline", tags=["a"]), tmp_path / "digits" / "run_001") as runner:
         for iteration in range(1, 4):
-            runner.result(make_result(iteration, **ODD_METRICS))
-        runner.checkpoint(Checkpoint("s3://bucket/3", iteration=3))
+            runner.call("on_result", make_result(iteration, **ODD_METRICS))
+        runner.call("on_checkpoint", Checkpoint("s3://bucket/3", iteration=3))
     found = read(tmp_path / "digits" / "run_001")
     logged = rows(found)
     assert [row["training_iteration"] for row in logged] == [1, 2, 3]
@@ -57,7 +57,7 @@ def test_failed_run_exits_with_one_and_its_error(tmp_path: Path) -> None:
 def test_repeated_results_are_logged_with_their_attempt(tmp_path: Path) -> None:
     with running(WandbCallback(mode="offline"), tmp_path / "run") as runner:
         for iteration, attempt in ((1, 1), (2, 1), (1, 2), (2, 2)):
-            runner.result(make_result(iteration, attempt))
+            runner.call("on_result", make_result(iteration, attempt))
     logged = rows(read(tmp_path / "run"))
     assert [(row["training_iteration"], row["attempt"]) for row in logged] == [(1, 1), (2, 1), (1, 2), (2, 2)]
 

@@ -280,6 +280,12 @@ def saving(*made: int, **reduce: str) -> PendingCheckpoints:
     return pending
 
 
+def has_round(pending: PendingCheckpoints) -> bool:
+    """Return whether the first checkpoint, which is complete now, has its round, and no score follows it."""
+    (complete,) = pending.pop_complete()
+    return (complete.metrics, complete.time_total_s) == ({"loss": 1.0}, 7.0) and pending.pop_scores() == []
+
+
 def test_score_is_complete_when_all_running_ranks_reported() -> None:
     pending = saving(loss="mean")
     score(pending, 1, 3.0)
@@ -311,16 +317,15 @@ def test_score_after_the_end_of_the_attempt_does_not_give_a_second_round() -> No
     assert pending.pop_scores() == []
 
 
-def test_score_before_its_checkpoint_is_kept_until_commit() -> None:
+def test_score_before_its_checkpoint_is_part_of_it() -> None:
     pending = pending_checkpoints()
     for rank in range(2):
         score(pending, rank, 1.0)
     assert pending.pop_scores() == []
     for rank in range(2):
-        pending.on_event(rank, saved())
+        pending.on_event(rank, saved(awaits_round=True))
         pending.on_event(rank, part())
-    assert numbers(pending) == [1]
-    assert pending.pop_scores() == [(1, {"loss": 1.0}, 7.0)]
+    assert has_round(pending)
 
 
 def test_score_before_its_checkpoint_is_kept_when_the_attempt_ends() -> None:
@@ -328,10 +333,9 @@ def test_score_before_its_checkpoint_is_kept_when_the_attempt_ends() -> None:
     score(pending, 0, 1.0)
     assert pending.pop_scores(is_over=True) == []
     for rank in range(2):
-        pending.on_event(rank, saved())
+        pending.on_event(rank, saved(awaits_round=True))
         pending.on_event(rank, part())
-    assert numbers(pending) == [1]
-    assert pending.pop_scores() == [(1, {"loss": 1.0}, 7.0)]
+    assert has_round(pending)
 
 
 def test_score_excludes_rank_that_saved_after_its_report() -> None:
@@ -418,6 +422,7 @@ def manifest(number: int, **metrics: float) -> Manifest:
         world_size=1,
         created_s=0.0,
         metrics=metrics,
+        awaits_round=True,
     )
 
 
@@ -428,9 +433,9 @@ def test_empty_index_starts_from_the_given_checkpoint() -> None:
 def test_next_attempt_starts_from_newest_checkpoint_not_the_best() -> None:
     checkpoint_index = CheckpointIndex(GIVEN, RetentionPolicy(1, "acc"))
     checkpoint_index.add(manifest(1, acc=0.9))
-    assert checkpoint_index.add(manifest(2, acc=0.1))[1] == []
+    assert checkpoint_index.add(manifest(2, acc=0.1)) == []
     assert checkpoint_index.start(uri_of) == Start(uri_of(2), 2, 2.0, 2)
-    assert checkpoint_index.add(manifest(3, acc=0.2))[1] == [2]
+    assert checkpoint_index.add(manifest(3, acc=0.2)) == [2]
     assert checkpoint_index.start(uri_of) == Start(uri_of(3), 3, 3.0, 3)
 
 
@@ -442,22 +447,7 @@ def test_retention_uses_scores_that_arrive_after_the_commit() -> None:
     assert (scored.metrics, scored.iteration) == ({"acc": 0.9}, 2)
     checkpoint_index.add(manifest(2))
     checkpoint_index.score(Score(2, {"acc": 0.1}, 0.0))
-    assert checkpoint_index.add(manifest(3))[1] == [2]
-
-
-def test_score_before_its_checkpoint_is_applied_at_commit() -> None:
-    checkpoint_index = CheckpointIndex(Start(), RetentionPolicy())
-    assert checkpoint_index.score(Score(1, {"acc": 0.9}, 5000.0)) is None
-    shown, _ = checkpoint_index.add(manifest(1))
-    assert (shown.metrics, shown.iteration, shown.time_total_s) == ({"acc": 0.9}, 2, 5000.0)
-
-
-def test_score_is_dropped_when_a_later_attempt_reuses_the_number() -> None:
-    checkpoint_index = CheckpointIndex(Start(), RetentionPolicy())
-    checkpoint_index.score(Score(1, {"acc": 0.9}, 0.0))
-    checkpoint_index.forget_scores()
-    shown, _ = checkpoint_index.add(manifest(1))
-    assert (shown.metrics, shown.iteration) == ({}, 1)
+    assert checkpoint_index.add(manifest(3)) == [2]
 
 
 def test_round_of_a_checkpoint_with_metrics_of_its_own_keeps_them() -> None:

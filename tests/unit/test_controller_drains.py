@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.controller.run import watch as watching
-from raysgd.controller.run.watch import watch_drains
+from raysgd.controller.run import worker_watch as watching
+from raysgd.controller.run.worker_watch import watch_drains
 
 Reported = list[tuple[tuple[int, ...], float | None]]
 

@@ -9,7 +9,7 @@ import pytest
 
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
-from raysgd.controller.machine.regrouping import GROWS
+from raysgd.controller.state_machine.regrouping import GROWS
 from raysgd.session import events as e
 from support.simulation import SimulatedRun, finish, kill, part, running, saved, uri_of
 

@@ -54,11 +54,14 @@ def _refs_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def server(run: list[Frame]) -> Any:
+    async def batches(seq: int) -> AsyncIterator[list[Frame]]:
+        for batch in batches_from(run, seq):
+            yield batch
+
     async def read(run_id: str, seq: int) -> AsyncIterator[list[Frame]]:
         if run_id != "r":
             raise KeyError(run_id)
-        for batch in batches_from(run, seq):
-            yield batch
+        return batches(seq)
 
     return partial(serve_frames, read)
 

@@ -44,11 +44,12 @@ def make_log(journal: Journal, memory_bytes: int = TINY, min_interval_s: float =
 
 def report(log: FrameLog, num_bytes: int = 100) -> None:
     rows = json.dumps([[0.0, 0.0, {"x": "x" * num_bytes}]]).encode()
-    log.append(lambda seq: Frame(seq, frames.REPORTS, 1, seq % 3, {"first": seq, "count": 1}, rows))
+    seq = log.next_seq
+    log.append(frames.REPORTS, 1, seq % 3, {"first": seq, "count": 1}, rows)
 
 
 def say(log: FrameLog, kind: str) -> None:
-    log.append(lambda seq: Frame(seq, kind, 1, -1, {"seq": seq}))
+    log.append(kind, 1, -1, {"seq": log.next_seq})
 
 
 def close(log: FrameLog) -> None:
@@ -137,7 +138,7 @@ async def test_last_frame_arrives_when_it_is_on_storage_and_the_others_before(jo
     is_written = asyncio.Event()
     report(log)
     stream = log.read(0)
-    closing = asyncio.ensure_future(log.close(lambda seq: Frame(seq, frames.RUN_CLOSED, 1), is_written.wait))
+    closing = asyncio.ensure_future(log.close(1, is_written.wait))
     await asyncio.sleep(0)
     say(log, frames.EVENT)  # a late warning
     assert [frame.kind for frame in await anext(stream)] == [frames.REPORTS]
@@ -157,7 +158,7 @@ async def test_last_frame_arrives_although_it_cannot_be_written(journal: Countin
 
     log = make_log(journal)
     with pytest.raises(OSError, match="disk full"):
-        await log.close(lambda seq: Frame(seq, frames.RUN_CLOSED, 1), fail)
+        await log.close(1, fail)
     assert [frame.kind for frame in await read(log)] == [frames.RUN_CLOSED]
 
 
@@ -213,7 +214,7 @@ async def test_reader_that_is_behind_gets_no_samples_but_all_other_frames(journa
     log = make_log(journal)
     for kind in ("warning", "sample"):
         data = {"kind": kind, "timestamp": 0.0, "data": {}}
-        log.append(lambda seq, data=data: Frame(seq, frames.EVENT, 1, data=data))
+        log.append(frames.EVENT, 1, data=data)
     fill(log)
     assert [frame.seq for frame in await read(log)] == [0, *range(2, 22)]
 
@@ -282,11 +283,11 @@ async def test_closed_run_is_read_without_pauses(journal: CountingJournal) -> No
 
 def begin(log: FrameLog, world_size: int) -> None:
     data = {"attempt": 1, "world_size": world_size, "iterations_before": 0, "time_before_s": 0.0}
-    log.append(lambda seq: Frame(seq, frames.ATTEMPT, 1, data=data))
+    log.append(frames.ATTEMPT, 1, data=data)
 
 
 def report_of(log: FrameLog, rank: int) -> None:
-    log.append(lambda seq: Frame(seq, frames.REPORTS, 1, rank, {"first": 0, "count": 1}, b"[[0.0,0.0,{}]]"))
+    log.append(frames.REPORTS, 1, rank, {"first": 0, "count": 1}, b"[[0.0,0.0,{}]]")
 
 
 def test_reader_gets_a_round_in_one_batch(journal: CountingJournal, monkeypatch: pytest.MonkeyPatch) -> None:

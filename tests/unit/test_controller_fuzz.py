@@ -85,6 +85,19 @@ FOUND: dict[str, list[Call]] = {
         ("all_ranks_save", {"is_written": False}),
         ("a_rank_raises", {"index": 1, "kind": "retried"}),
     ],
+    "a checkpoint that was written from memory, with its round, got the round a second time": [
+        begin(num_ranks=3, max_failures=2, is_elastic=True, stored_every=1, on_write_error="warn"),
+        ("a_rank_raises", {"index": 41742, "kind": "setup"}),
+        ("events_of_a_rank_arrive", {"index": 10976, "count": 3}),
+        ("much_time_passes", {}),
+        ("workers_are_ready", {"size": 3, "luck": 7}),
+        ("all_ranks_save", {"is_written": True}),
+        ("a_rank_reports", {"index": 14605, "count": 1}),
+        ("a_process_dies", {"index": 53427, "loses_unsent": False}),
+        ("all_events_arrive", {"backwards": False}),
+        ("a_user_pauses_the_run", {"luck": 0}),
+        ("storage_answers", {"succeeds": False}),
+    ],
 }
 
 TestRunFuzz = RunFuzz.TestCase

@@ -260,7 +260,7 @@ def test_full_disk_is_named_in_the_error() -> None:
     if not full.exists():
         pytest.skip("this system has no /dev/full")
     log = LogFile(Storage.from_uri("/dev"), "full")
-    log.append(0, b"{}\n")
+    log.pending.append((0, b"{}\n"))
     with pytest.raises(OSError, match="No space left"):
         log.flush(1)
 
@@ -276,7 +276,7 @@ def test_lines_appended_during_a_flush_are_not_lost(tmp_path: Path) -> None:
     flusher = threading.Thread(target=flush_all_the_time)
     flusher.start()
     for number in range(20_000):
-        log.append(number, b"%d\n" % number)
+        log.pending.append((number, b"%d\n" % number))
     done.set()
     flusher.join()
     log.flush(20_000)

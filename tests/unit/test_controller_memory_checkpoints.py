@@ -12,7 +12,7 @@ from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.config import CheckpointConfig
 from raysgd.controller import commands as c
-from raysgd.controller.checkpoints.memory import MemoryCheckpoints
+from raysgd.controller.checkpoints.memory_copies import MemoryCheckpoints
 from raysgd.session import events as e
 from support.poll import turn_loop
 from support.simulation import SimulatedRun, failed, finish, kill, part, running, saved, scoring, uri_of

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.rounds import RoundMerger
-from raysgd.controller.run_plan import Start
 from raysgd.controller.states import Closing, Ending, Preparing, has_succeeded
 from raysgd.session import events as e
 from support.simulation import (
@@ -515,63 +512,3 @@ def test_reports_after_published_outcome_make_no_rounds() -> None:
     run.deliver(1, reports(1, 5))
     run.leave(1, e.Ended())
     assert iterations(run) == [(1, 1, (0, 1))]
-
-
-# -- metrics of reduce that are never reported -------------------------------------------------------------------------
-
-MISSING = c.MetricsMissing(("los",), "'los' (did you mean 'loss'?), which reduce= names; the reports have loss")
-
-
-def test_name_that_is_not_in_the_first_round_is_warned_about_once() -> None:
-    run = running()
-    run.feed(MISSING)
-    assert run.events("warning") == []  # another rank's first report may have it
-    for _ in range(2):
-        run.feed(replace(MISSING, is_round_complete=True))
-    (warning,) = run.events("warning")
-    assert warning["message"].startswith("the reports of the first round have no 'los' (did you mean 'loss'?), which")
-
-
-def test_name_that_never_came_is_a_warning_at_the_end_of_a_success() -> None:
-    run = running()
-    run.save()
-    run.feed(MISSING)
-    for rank in range(2):
-        run.leave(rank)
-    assert run.outcome is None  # the checkpoint is not committed yet
-    run.commit()
-    assert run.is_closed and run.outcome is not None and run.outcome.kind == "done"
-    (warning,) = run.events("warning")
-    assert warning["message"].startswith("no report of the run had 'los' (did you mean 'loss'?), which reduce= names; ")
-
-
-def test_name_that_came_later_is_no_error() -> None:
-    run = running()
-    run.feed(replace(MISSING, is_round_complete=True))
-    run.feed(c.MetricsMissing((), is_round_complete=True))
-    finish(run)
-    assert run.outcome is not None and run.outcome.kind == "done"
-    assert [warning["message"].partition(" have")[0] for warning in run.events("warning")] == [
-        "the reports of the first round"
-    ]
-
-
-@pytest.mark.parametrize("why", ["stopped", "resumed"])
-def test_run_that_may_have_been_too_short_warns_too(why: str) -> None:
-    run = running(start=Start("/given", 7)) if why == "resumed" else running()
-    run.feed(MISSING)
-    if why == "stopped":
-        run.stop()
-    finish(run)
-    assert run.outcome is not None and run.outcome.is_success
-    assert [warning["message"].partition(" (")[0] for warning in run.events("warning")] == [
-        "no report of the run had 'los'"
-    ]
-
-
-def test_error_of_the_run_is_not_replaced_by_a_missing_name() -> None:
-    run = running()
-    run.feed(MISSING)
-    run.leave(0, failed("boom"))
-    run.leave(1, e.Ended())
-    assert run.outcome is not None and run.outcome.failed is not None

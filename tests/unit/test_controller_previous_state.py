@@ -230,8 +230,8 @@ async def test_readers_get_earlier_frames_and_continue_after_the_gap(storage: St
     read_frames, last = journal.reopen()
     log = FrameLog(journal, min_interval_s=0.0, earlier=read_frames, next_seq=last + SEQ_GAP)
     gap = last + SEQ_GAP
-    log.append(lambda seq: event(seq, "controller_restart"))
-    log.append(lambda seq: Frame(seq, frames.RUN_CLOSED, 1))
+    log.append(frames.EVENT, 1, data=event(gap, "controller_restart").data)
+    log.append(frames.RUN_CLOSED, 1)
     for start, expected in ((0, [0, 1, 2, 3, gap, gap + 1]), (2, [2, 3, gap, gap + 1]), (50, [gap, gap + 1])):
         assert await first_batches(log.read(start), len(expected)) == expected
 
@@ -242,5 +242,5 @@ async def test_reader_ahead_of_the_journal_gets_new_frames(storage: Storage) -> 
     read_frames, last = journal.reopen()
     log = FrameLog(journal, min_interval_s=0.0, earlier=read_frames, next_seq=last + SEQ_GAP)
     reading = log.read(40)  # the reader had frames that were never stored
-    log.append(lambda seq: event(seq, "warning"))
+    log.append(frames.EVENT, 1, data=event(0, "warning").data)
     assert await first_batches(reading, 1) == [last + SEQ_GAP]

@@ -9,8 +9,7 @@ from hypothesis import given
 
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.journal.frame_log import RoundCount
-from raysgd.controller.rounds import RoundMerger
+from raysgd.controller.rounds import RoundCount, RoundMerger
 
 
 def attempt(number: int, world_size: int) -> Frame:
@@ -79,3 +78,23 @@ def test_no_result_is_delayed(data: st.DataObject) -> None:
         assert is_released or not results
         if frame.kind == frames.REPORTS and is_released:
             assert results
+
+
+def test_last_round_stays_the_last_one_when_all_ranks_have_left() -> None:
+    rounds = RoundCount()
+    iterations = []
+    for frame in (attempt(1, 2), reports(0, 3), reports(1, 2), done(0), done(1)):
+        rounds.feed(frame)
+        iterations.append(rounds.iteration)
+    assert iterations == [0, 0, 2, 2, 3]
+
+
+def test_reports_are_decoded_once_and_count_with_the_memory_that_they_take() -> None:
+    frame = reports(0, 50)
+    encoded_bytes = frame.size_bytes
+    mergers = RoundMerger(), RoundMerger({"x": "mean"})
+    for merger in mergers:
+        list(merger.feed(attempt(1, 1)))
+        assert len(list(merger.feed(frame))) == 50
+    assert frame.decoded is frame.decoded
+    assert frame.size_bytes > 5 * encoded_bytes

@@ -334,10 +334,15 @@ def test_names_that_no_report_has_are_missing_with_the_nearest_one() -> None:
     awaited = AwaitedMetrics({"los": "mean", "loss": "mean", "acc": "max"})
     awaited.feed(rows({"loss": 1.0, "val": {"acc": 0.5}}))
     assert awaited.missing == ("los", "acc")
-    assert awaited.describe() == (
+    missing = (
         "'los' (did you mean 'loss'?), 'acc' (did you mean 'val/acc'?), which reduce= names; "
         "the reports have loss, val/acc"
     )
+    assert (awaited.warn_of_first_round() or "").startswith(
+        f"the reports of the first round have no {missing}. A later"
+    )
+    assert awaited.warn_of_first_round() is None  # once
+    assert (awaited.warn_of_run() or "").startswith(f"no report of the run had {missing}. raysgd.load_run(")
 
 
 @pytest.mark.parametrize(
@@ -356,11 +361,12 @@ def test_name_is_found_in_whichever_report_has_it(name: str, metrics: dict[str, 
     for _ in range(9):
         awaited.feed(rows({"step": 1, "acc": 1}, {"step": 2}))
     assert awaited.missing == (name,)
+    assert awaited.warn_of_first_round() is not None
     awaited.feed(rows({"step": 3}, metrics))
-    assert awaited.missing == ()
+    assert awaited.missing == () and awaited.warn_of_run() is None
 
 
 def test_name_of_a_group_is_missing() -> None:
     awaited = AwaitedMetrics({"val": "last"})
     awaited.feed(rows({"val": {"acc": 1}}))
-    assert awaited.missing == ("val",) and "did you mean 'val/acc'?" in awaited.describe()
+    assert awaited.missing == ("val",) and "did you mean 'val/acc'?" in (awaited.warn_of_run() or "")

@@ -13,7 +13,7 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.policies import failure
+from raysgd.controller.policies import after_failure
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.run.executor import Run
 from raysgd.controller.states import CALLBACK_NODE
@@ -83,7 +83,7 @@ async def outcome_of(group: Any, folder: Path) -> dict[str, Any]:
 async def test_workers_that_die_while_starting_are_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failure, "RESTART_DELAY_S", 0.001)
+    monkeypatch.setattr(after_failure, "RESTART_DELAY_S", 0.001)
     group = FailingGroup(WorkerDiedError("no more of rank 1", ranks=(1,)))
     outcome = await outcome_of(group, tmp_path)
     assert group.num_asked == 3

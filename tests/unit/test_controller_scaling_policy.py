@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.controller.policies.scaling import ScalingPolicy
+from raysgd.controller.policies.growth import ScalingPolicy
 
 #: Promised numbers, written out.
 FLAP_S = 60.0

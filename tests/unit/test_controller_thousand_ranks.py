@@ -21,10 +21,9 @@ from raysgd.config import CheckpointConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.journal.frame_log import RoundCount
 from raysgd.controller.policies.mismatch import MismatchPolicy
 from raysgd.controller.policies.straggler import StragglerPolicy, _Others
-from raysgd.controller.rounds import RoundMerger
+from raysgd.controller.rounds import RoundCount, RoundMerger
 from raysgd.session.progress import Heartbeat, Spent
 from raysgd.workers.group.ranks import assign_visible_gpus
 from raysgd.workers.orders import Position, WorkerInfo

@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.config import FailureConfig
 from raysgd.controller import commands as c
-from raysgd.controller.run.watch import Watch
+from raysgd.controller.run.worker_watch import WorkerWatch
 from raysgd.session.progress import Heartbeat
 from raysgd.workers.orders import WorkerInfo
 from support.poll import until_async
@@ -72,7 +72,7 @@ class Watched:
         self.warnings: list[str] = []
         failure = FailureConfig(heartbeat_timeout_s=HEARTBEAT_S, **settings)
         group: Any = self.group
-        self.watch = Watch(group, failure, "records", 1, self._feed, self._record)
+        self.watch = WorkerWatch(group, failure, "records", 1, self._feed, self._record)
 
     def _feed(self, given: c.Input) -> None:
         assert isinstance(given, c.WorkerHung)

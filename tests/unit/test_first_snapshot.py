@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raysgd.checkpoint.snapshot import StagingPool, take_snapshot
-from raysgd.workers.liveness.memory import MemoryFiles, MemoryPool
+from raysgd.workers.liveness.memory_use import MemoryFiles, MemoryPool
 from raysgd.workers.process.first_snapshot import FirstSnapshot
 
 _NUMBERS = 8 << 20

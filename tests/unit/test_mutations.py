@@ -56,7 +56,7 @@ def mutations() -> ModuleType:
         ("engine/gradients.py", "`1.0` -> `2.0`"),
         ("engine/gradients.py", "`self._known_norm is not None and not self.are_changed()` -> "),
         ("declarative/loop.py", "`rank_state.restore_generators(now)` -> `pass`"),
-        ("controller/policies/failure.py", "`5.0` -> `10.0`"),
+        ("controller/policies/after_failure.py", "`5.0` -> `10.0`"),
     ],
 )
 def test_faults_that_tests_once_did_not_notice_are_among_the_mutants(

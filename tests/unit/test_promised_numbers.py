@@ -17,11 +17,11 @@ from raysgd.backends.torch import TorchConfig
 from raysgd.checkpoint.storage import storage
 from raysgd.config import FailureConfig
 from raysgd.controller import gcs_watch
-from raysgd.controller.checkpoints import memory
-from raysgd.controller.machine import lifecycle
-from raysgd.controller.policies import failure, hang, mismatch, scaling
+from raysgd.controller.checkpoints import memory_copies
+from raysgd.controller.policies import after_failure, growth, hang, mismatch
 from raysgd.controller.processes import hosting
-from raysgd.controller.run import run_files, watch
+from raysgd.controller.run import run_files, worker_watch
+from raysgd.controller.state_machine import run_machine
 from raysgd.session import saving
 from raysgd.workers.group import group, joining
 from raysgd.workers.placement import avoided_nodes
@@ -29,14 +29,18 @@ from support.project import ROOT
 
 #: By the first cell of a row of the table of timeouts: the second cell, what must agree with it, and the number.
 TIMEOUTS: dict[str, tuple[str, Callable[[], Any], Any]] = {
-    "gathering of errors": ("0.05", lambda: lifecycle.GATHER_S, 0.05),
+    "gathering of errors": ("0.05", lambda: run_machine.GATHER_S, 0.05),
     "deaths together": ("0.2", lambda: group._DIE_TOGETHER_S, 0.2),
     "report of a wait": ("2", lambda: group.WAIT_REPORT_S, 2),
     "`abort_grace_s`": ("2", lambda: FailureConfig().abort_grace_s, 2),
-    "fetching from memory": ("3, and 1 for each 50 MB", lambda: (memory.REACH_S, memory.REACH_BYTES_PER_S), (3, 50e6)),
+    "fetching from memory": (
+        "3, and 1 for each 50 MB",
+        lambda: (memory_copies.REACH_S, memory_copies.REACH_BYTES_PER_S),
+        (3, 50e6),
+    ),
     "probation of a lost node": ("5", lambda: avoided_nodes.PROBATION_S, 5),
     "report of an outage": ("10", lambda: gcs_watch.AWAY_S, 10),
-    "explanation": ("5", lambda: lifecycle.EXPLAIN_S, 5),
+    "explanation": ("5", lambda: run_machine.EXPLAIN_S, 5),
     "`heartbeat_timeout_s`": ("10", lambda: FailureConfig().heartbeat_timeout_s, 10),
     "`init_timeout_s` (torch)": ("10", lambda: TorchConfig().init_timeout_s, 10),
     "`timeout_s` (Horovod)": ("10", lambda: HorovodConfig().timeout_s, 10),
@@ -54,9 +58,9 @@ TIMEOUTS: dict[str, tuple[str, Callable[[], Any], Any]] = {
 
 #: Sentences of the pages, what must agree with them, and the number.
 SENTENCES: list[tuple[str, str, Callable[[], Any], Any]] = [
-    ("doc/protocol.md", "at least 30 s from a savepoint", lambda: lifecycle.SAVE_POINT_GRACE_S, 30),
-    ("doc/protocol.md", "retried after a pause of 0.2 to 5 s", lambda: failure.RESTART_DELAY_S, 0.2),
-    ("doc/protocol.md", "retried after a pause of 0.2 to 5 s", lambda: failure.MAX_RESTART_DELAY_S, 5),
+    ("doc/protocol.md", "at least 30 s from a savepoint", lambda: run_machine.SAVE_POINT_GRACE_S, 30),
+    ("doc/protocol.md", "retried after a pause of 0.2 to 5 s", lambda: after_failure.RESTART_DELAY_S, 0.2),
+    ("doc/protocol.md", "retried after a pause of 0.2 to 5 s", lambda: after_failure.MAX_RESTART_DELAY_S, 5),
     ("doc/protocol.md", "| 30 s: a warning; `mismatch_timeout_s` |", lambda: mismatch.WARN_AFTER_S, 30),
     (
         "doc/protocol.md",
@@ -72,15 +76,15 @@ SENTENCES: list[tuple[str, str, Callable[[], Any], Any]] = [
     ),
     ("doc/protocol.md", "started again, up to 3 times in a run", lambda: hosting.MAX_RESTARTS, 3),
     ("doc/protocol.md", "a warning after 30 s says what they do", lambda: hosting.NOTICE_S, 30),
-    ("doc/protocol.md", "4 times in `heartbeat_timeout_s`", lambda: watch._ASKS, 4),
-    ("doc/protocol.md", "| SIGTERM to a worker; draining node | at once; 2 s |", lambda: watch.DRAIN_POLL_S, 2),
+    ("doc/protocol.md", "4 times in `heartbeat_timeout_s`", lambda: worker_watch._ASKS, 4),
+    ("doc/protocol.md", "| SIGTERM to a worker; draining node | at once; 2 s |", lambda: worker_watch.DRAIN_POLL_S, 2),
     ("doc/protocol.md", "| more workers can be started | 2 s |", lambda: joining.SEARCH_INTERVAL_S, 2),
     ("doc/protocol.md", "The journal is written twice a second", lambda: run_files._FLUSH_S, 0.5),
-    ("doc/guides/elastic.md", "Two growths are at least 10 s apart", lambda: scaling.MIN_PAUSE_S, 10),
+    ("doc/guides/elastic.md", "Two growths are at least 10 s apart", lambda: growth.MIN_PAUSE_S, 10),
     (
         "doc/guides/elastic.md",
         "lost within a minute, up to 5 minutes",
-        lambda: (scaling.FLAP_S, scaling.MAX_PAUSE_S),
+        lambda: (growth.FLAP_S, growth.MAX_PAUSE_S),
         (60, 300),
     ),
 ]

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._util.json import decode_rows
+from raysgd._util.json import decode_rows, encode_rows
 from raysgd.errors import MetricError
-from raysgd.session.event_queue import EventQueue, encode_rows
+from raysgd.session.event_queue import EventQueue
 from raysgd.session.events import PartSafe, Reports, Saved, Warned, WorkerEvent
 from raysgd.session.metrics import Deferred
 

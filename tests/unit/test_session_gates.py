@@ -94,9 +94,9 @@ def leaving(worker: Worker) -> threading.Thread:
                 worker.save()
                 worker.report(loss=1.0)
 
-    worker.session.hold_saves()
+    worker.session.save_gate.hold()
     thread = started(loop)
-    worker.session.leave_after(AtSavePoint(1, 1))
+    worker.session.save_gate.release(AtSavePoint(1, 1))
     return thread
 
 
@@ -136,9 +136,9 @@ def test_loop_that_never_reports_leaves_in_its_save(num_saves: int) -> None:
             for _ in range(10):
                 worker.save()
 
-    worker.session.hold_saves()
+    worker.session.save_gate.hold()
     thread = started(loop)
-    worker.session.leave_after(AtSavePoint(num_saves, 1))
+    worker.session.save_gate.release(AtSavePoint(num_saves, 1))
     sent: list[object] = []
     assert until(lambda: sent.extend(worker.sent()) or AtSavePoint(num_saves, 1) in sent, 20)  # type: ignore[func-returns-value]
     worker.session.end("the group grows")
@@ -157,9 +157,9 @@ def test_loop_without_a_report_after_the_last_save_leaves_before_the_next() -> N
             for _ in range(10):
                 worker.save()
 
-    worker.session.hold_saves()
+    worker.session.save_gate.hold()
     thread = started(loop)
-    worker.session.leave_after(AtSavePoint(1, 1))
+    worker.session.save_gate.release(AtSavePoint(1, 1))
     assert until(lambda: AtSavePoint(1, 1) in worker.sent(), 20)
     worker.session.end("the group grows")
     thread.join(20)
@@ -172,7 +172,7 @@ def test_waiting_rank_continues_when_the_last_save_is_replaced_by_a_later_one() 
     thread = leaving(worker)
     sent: list[object] = []
     assert until(lambda: sent.extend(worker.sent()) or AtSavePoint(1, 1) in sent, 20)  # type: ignore[func-returns-value]
-    worker.session.leave_after(AtSavePoint(3, 2))
+    worker.session.save_gate.release(AtSavePoint(3, 2))
     assert until(lambda: sent.extend(worker.sent()) or AtSavePoint(3, 2) in sent, 20)  # type: ignore[func-returns-value]
     worker.session.end("the group grows")
     thread.join(20)
@@ -184,6 +184,6 @@ def test_loop_continues_when_the_last_save_is_withdrawn() -> None:
     worker = Worker()
     thread = leaving(worker)
     assert until(lambda: worker.session.num_reports == 2, 20)
-    worker.session.leave_after(None)
+    worker.session.save_gate.release(None)
     thread.join(20)
     assert not thread.is_alive() and worker.session.num_reports == 10

@@ -463,8 +463,8 @@ def test_should_stop_is_false_without_a_stop() -> None:
 def test_loop_that_checks_finds_the_stop_and_may_report_once_more() -> None:
     worker = Worker()
     worker.report()
-    checks, reports = worker.session.hold()
-    worker.session.stop_from(checks, reports)
+    checks, reports = worker.session.stop_gate.hold(worker.session.num_reports)
+    worker.session.stop_gate.release(checks, reports)
     assert worker.session.should_stop()
     worker.save()
     worker.report(last=True)
@@ -475,8 +475,8 @@ def test_loop_that_checks_finds_the_stop_and_may_report_once_more() -> None:
 
 def test_rank_that_is_behind_continues_to_the_agreed_check() -> None:
     worker = Worker()
-    worker.session.hold()
-    worker.session.stop_from(check=2, last_report=1)
+    worker.session.stop_gate.hold(worker.session.num_reports)
+    worker.session.stop_gate.release(from_check=2, last_report=1)
     assert [worker.session.should_stop() for _ in range(4)] == [False, False, True, True]
     worker.report()
     worker.report()
@@ -486,8 +486,8 @@ def test_rank_that_is_behind_continues_to_the_agreed_check() -> None:
 
 def test_stop_without_a_report_limit_ends_no_report() -> None:
     worker = Worker()
-    checks, _ = worker.session.hold()
-    worker.session.stop_from(checks, None)
+    checks, _ = worker.session.stop_gate.hold(worker.session.num_reports)
+    worker.session.stop_gate.release(checks, None)
     for _ in range(5):
         worker.report()
     assert not worker.session.saw_stop
@@ -496,10 +496,10 @@ def test_stop_without_a_report_limit_ends_no_report() -> None:
 
 def test_second_stop_is_found_no_later_and_ends_at_a_report() -> None:
     worker = Worker()
-    worker.session.hold()
-    worker.session.stop_from(check=1, last_report=None)
-    worker.session.hold()
-    worker.session.stop_from(check=3, last_report=0)
+    worker.session.stop_gate.hold(worker.session.num_reports)
+    worker.session.stop_gate.release(from_check=1, last_report=None)
+    worker.session.stop_gate.hold(worker.session.num_reports)
+    worker.session.stop_gate.release(from_check=3, last_report=0)
     assert [worker.session.should_stop() for _ in range(3)] == [False, True, True]
     worker.report()
     with pytest.raises(AttemptEnded, match="asked to stop"):
@@ -509,13 +509,13 @@ def test_second_stop_is_found_no_later_and_ends_at_a_report() -> None:
 @pytest.mark.parametrize("call", [lambda worker: worker.session.should_stop(), lambda worker: worker.report()])
 def test_held_rank_waits_until_it_is_released(call: Callable[[Worker], object]) -> None:
     worker = Worker()
-    checks, reports = worker.session.hold()
+    checks, reports = worker.session.stop_gate.hold(worker.session.num_reports)
     answers: list[object] = []
     thread = threading.Thread(target=lambda: answers.append(call(worker)))
     thread.start()
     thread.join(0.02)
     assert thread.is_alive()
-    worker.session.stop_from(checks + 5, reports + 5)
+    worker.session.stop_gate.release(checks + 5, reports + 5)
     thread.join(PATIENCE_S)
     assert len(answers) == 1 and not answers[0]
 
@@ -534,9 +534,9 @@ def test_held_rank_is_released_when_the_attempt_ends(is_late: bool) -> None:
 
     if is_late:  # the end overtakes the call that holds
         worker.session.end("rank 1 died")
-        worker.session.hold()
+        worker.session.stop_gate.hold(worker.session.num_reports)
     else:
-        worker.session.hold()
+        worker.session.stop_gate.hold(worker.session.num_reports)
     thread = threading.Thread(target=check_and_report, daemon=True)
     thread.start()
     if not is_late:

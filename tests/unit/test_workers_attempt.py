@@ -277,7 +277,7 @@ def test_nothing_of_an_attempt_needs_a_garbage_collection() -> None:
     try:
         attempt = make_attempt(train_func, callbacks=[Callback()])
         events_of(attempt)
-        attempt._thread._thread.join(PATIENCE_S)  # its last frames hold the attempt
+        attempt._thread.join(PATIENCE_S)  # its last frames hold the attempt
         left = {name: weakref.ref(value) for name, value in vars(attempt).items() if hasattr(value, "__weakref__")}
         assert {"session", "writer", "_callbacks"} <= set(left)
         kept = (attempt._run, attempt._order)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.workers.process.actor import CurrentAttempt
+from raysgd.workers.process.worker_actor import CurrentAttempt
 
 
 class Attempt:

@@ -6,8 +6,14 @@ import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
 from raysgd._version import __version__
-from raysgd.workers.liveness.deaths import describe_death, explain_failed_start, first_line, may_be_memory, was_sigterm
-from raysgd.workers.liveness.memory import ADVICE, MemoryEvidence, MemoryPool, Size
+from raysgd.workers.liveness.death_reasons import (
+    describe_death,
+    explain_failed_start,
+    first_line,
+    may_be_memory,
+    was_sigterm,
+)
+from raysgd.workers.liveness.memory_use import ADVICE, MemoryEvidence, MemoryPool, Size
 
 HEAD = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: WorkerActor\n\tpid: 3733\n"

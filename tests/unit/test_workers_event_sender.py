@@ -55,7 +55,7 @@ class Controller:
         async def get() -> list[str]:
             got: list[str] = []
             while len(got) < count:
-                got += [event.message for event in await asyncio.wait_for(self.inbox.get(), PATIENCE_S)]
+                got += [event.message for event in await asyncio.wait_for(self.inbox.items.get(), PATIENCE_S)]
             return got
 
         return self._loop.run(get())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.workers.liveness.memory import NUM_SAMPLES, MemoryEvidence, MemoryFiles, MemoryPool, MemoryWatch, Size
+from raysgd.workers.liveness.memory_use import NUM_SAMPLES, MemoryEvidence, MemoryFiles, MemoryPool, MemoryWatch, Size
 from raysgd.workers.liveness.node_agent import NodeAgent
 from support.poll import until
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.workers.liveness.memory import ADVICE, MemoryEvidence, MemoryPool, Size, describe_growth, judge
+from raysgd.workers.liveness.memory_use import ADVICE, MemoryEvidence, MemoryPool, Size, describe_growth, judge
 
 GIB = 1 << 30
 FULL_NODE = MemoryPool("the node", int(23.4 * GIB), int(23.1 * GIB))

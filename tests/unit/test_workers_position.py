@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raysgd.backends.flight_recorder import Collective, FlightRecord
-from raysgd.workers.process.position import PositionFinder
+from raysgd.workers.process.position_finder import PositionFinder
 from raysgd.workers.process.train_thread import Place, TrainThread
 from support.poll import until
 from support.sessions import Worker

@@ -12,7 +12,7 @@ import pytest
 from raysgd.controller.kv_store import SENT
 from raysgd.workers import versions
 from raysgd.workers.orders import WorkerTask
-from raysgd.workers.process.actor import WorkerActor
+from raysgd.workers.process.worker_actor import WorkerActor
 from raysgd.workers.versions import VersionCheck, own_versions, why_refused, wire_format
 
 DRIVER = {"wire": "aaaa", "raysgd": "1.2.0", "python": "3.11.7", "ray": "2.60.0", "torch": "2.13.0"}

@@ -81,7 +81,9 @@ class Manifest:
             raise CheckpointError("a manifest lists a file twice, or itself")
 
     def with_round(self, metrics: Mapping[str, Any], time_total_s: float) -> Manifest:
-        """Return the checkpoint with the round that it belongs to: a run resumes after it. Metrics of its own stay."""
+        """Return the checkpoint with the round that it belongs to: a run resumes after it. What it has already stays."""
+        if not self.awaits_round:
+            return self
         return dataclasses.replace(
             self,
             iteration=self.iteration + 1,

@@ -14,7 +14,7 @@ from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.checkpoints.index import CheckpointIndex
-from raysgd.controller.checkpoints.pending import PendingCheckpoints, Score
+from raysgd.controller.checkpoints.pending import PendingCheckpoints
 from raysgd.controller.frames import Closing
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
 from raysgd.session.events import HoldFailed, PartFailed, PartHeld, PartSafe, Saved
@@ -41,7 +41,6 @@ class MemoryTier:
 
     def begin_attempt(self, pending: PendingCheckpoints) -> None:
         """Collect the parts of the new attempt in ``pending``."""
-        self.index.forget_scores()
         self.pending = pending
 
     def on_returned(self, rank: int) -> str | None:
@@ -49,12 +48,6 @@ class MemoryTier:
         problem = self.pending.on_returned(rank)
         self._keep_complete()
         return problem
-
-    def on_reports(self, rank: int, count: int, closings: tuple[Closing, ...]) -> None:
-        """A rank has made ``count`` reports in the attempt so far."""
-        self.pending.on_reports(rank, count, closings)
-        if closings:
-            self.apply_scores()
 
     def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed) -> str | None:
         """A rank has sent an event; returns the rule that it broke, or None."""
@@ -197,12 +190,11 @@ class CheckpointCoordinator:
                 continue
             if manifest.iteration != known_iteration:
                 self._emit(c.EmitFrame(frames.CHECKPOINT_SCORED, manifest.attempt, data=self._describe(manifest)))
-            self._delete(manifest.attempt, self._index.add(manifest)[1])
+            self._delete(manifest.attempt, self._index.add(manifest))
 
     def begin_attempt(self, attempt: int, world_size: int) -> tuple[Start, int]:
         """Begin to collect the saves of an attempt; returns where it starts, and the number that its first save makes."""
         start = self._find_start()
-        self._index.forget_scores()
         # A checkpoint in memory may be written to storage later: its number is taken.
         self._last_number = max(self._last_number, start.number)
         self._first_number = self._last_number + 1
@@ -244,9 +236,7 @@ class CheckpointCoordinator:
         Reports of ranks that are gone are not waited for: a round consists of what the other ranks reported. Where ranks
         report at different saves, an older checkpoint may have got its score from a later round than the newest.
         """
-        self._apply_scores(self._pending.pop_scores(is_over=True))
-        if self._memory is not None:
-            self._memory.apply_scores(is_over=True)
+        self._apply_scores(is_over=True)
         return max(0, self.newest_iteration() - iterations_before)
 
     def _find_start(self) -> Start:
@@ -262,9 +252,9 @@ class CheckpointCoordinator:
         """A rank has made ``count`` reports in the attempt so far, some of which checkpoints belong to."""
         self._pending.on_reports(rank, count, closings)
         if self._memory is not None:
-            self._memory.on_reports(rank, count, closings)
+            self._memory.pending.on_reports(rank, count, closings)
         if closings:
-            self._apply_scores(self._pending.pop_scores())
+            self._apply_scores()
 
     def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed) -> str | None:
         """A rank has sent an event; returns the rule that it broke, or None."""
@@ -296,12 +286,11 @@ class CheckpointCoordinator:
             self._emit(c.EmitFrame(frames.SAVING, self._attempt, data={"number": number, "iteration": iteration}))
 
     def _commit_complete(self) -> None:
-        complete = self._pending.pop_complete()
-        self._apply_scores(self._pending.pop_scores())
-        for manifest in complete:
-            self._commit(self._index.scored(manifest))
+        for manifest in self._pending.pop_complete():
+            self._commit(manifest)
             if manifest.is_files and self._memory is not None:  # files are on storage alone
                 self._memory.pending.drop(manifest.number - self._first_number)
+        self._apply_scores()
 
     # -- storage and memory -------------------------------------------------------------------------------------------
 
@@ -317,7 +306,6 @@ class CheckpointCoordinator:
         if held is not None and held.number > max([self.newest_number or 0, *self._in_flight, *self._tried]):
             self._tried.add(held.number)
             self._storing.add(held.number)
-            self._index.forget_scores([held.number])  # the copy in memory has its score already
             self._emit(c.StoreFromMemory(held))
         return bool(self._storing)
 
@@ -342,15 +330,15 @@ class CheckpointCoordinator:
 
     def on_committed(self, manifest: Manifest) -> None:
         """A manifest is on storage."""
-        self._in_flight.pop(manifest.number, None)
+        shown = self._in_flight.pop(manifest.number, manifest)
         if self._index.newest is not None:
             self._check_score(self._index.newest)  # it will get no metrics any more
-        shown, to_delete = self._index.add(manifest)
+        to_delete = self._index.add(shown)
         data = self._describe(shown)
         self._emit(c.EmitFrame(frames.CHECKPOINT, shown.attempt, data=data))
         size_bytes = sum(entry.size for part in shown.parts.values() for entry in part)
         self._emit(c.RecordEvent("checkpoint", {**data, "size_bytes": size_bytes}))
-        if shown is not manifest:  # its score arrived while it was being written
+        if shown is not manifest:  # its round was completed while it was being written
             self._emit(c.WriteRound(shown))
         if shown.metrics:  # otherwise its round may still be reported
             self._check_score(shown)
@@ -383,10 +371,14 @@ class CheckpointCoordinator:
             self._emit(c.RecordEvent("checkpoint_deleted", {"number": number}))
             self._emit(c.DeleteCheckpoint(number))
 
-    def _apply_scores(self, scores: Sequence[Score]) -> None:
-        for score in scores:
-            scored = self._index.score(score)
-            if scored is not None:
+    def _apply_scores(self, *, is_over: bool = False) -> None:
+        """Assign checkpoints to the rounds that have become complete. ``is_over``: as for `MemoryTier.apply_scores`."""
+        if self._memory is not None:
+            self._memory.apply_scores(is_over=is_over)
+        for score in self._pending.pop_scores(is_over=is_over):
+            if (written := self._in_flight.get(score.number)) is not None:
+                self._in_flight[score.number] = written.with_round(score.metrics, score.time_total_s)
+            elif (scored := self._index.score(score)) is not None:
                 self._emit(c.WriteRound(scored))
                 self._emit(c.EmitFrame(frames.CHECKPOINT_SCORED, scored.attempt, data=self._describe(scored)))
                 self._check_score(scored)

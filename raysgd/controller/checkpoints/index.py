@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,6 @@ class CheckpointIndex:
         self._start = start
         self._retention = retention
         self._manifests: dict[int, Manifest] = {}
-        self._scores: dict[int, Score] = {}
 
     @property
     def manifests(self) -> list[Manifest]:
@@ -35,9 +34,8 @@ class CheckpointIndex:
     def newest(self) -> Manifest | None:
         return self._manifests[max(self._manifests)] if self._manifests else None
 
-    def add(self, manifest: Manifest) -> tuple[Manifest, list[int]]:
-        """Add a committed checkpoint; returns it with its score, and the numbers of the checkpoints to delete."""
-        manifest = self.scored(manifest)
+    def add(self, manifest: Manifest) -> list[int]:
+        """Add a committed checkpoint; returns the numbers of the checkpoints to delete."""
         self._manifests[manifest.number] = manifest
         newest = max(self._manifests)
         for number, older in list(self._manifests.items()):
@@ -46,7 +44,7 @@ class CheckpointIndex:
         to_delete = self._retention.to_delete(list(self._manifests.values()))
         for number in to_delete:
             del self._manifests[number]
-        return manifest, to_delete
+        return to_delete
 
     def has_older_than(self, number: int) -> bool:
         """Return whether checkpoint ``number`` and an older one are in the index."""
@@ -57,29 +55,11 @@ class CheckpointIndex:
         self._manifests.pop(number, None)
 
     def score(self, score: Score) -> Manifest | None:
-        """Assign a checkpoint to its round.
-
-        A score may arrive before its checkpoint is committed. It is kept until then.
-
-        Returns:
-            The checkpoint with its round, or None if it is not in the index.
-        """
-        known = self._manifests.get(score.number)
-        if known is None:
-            self._scores[score.number] = score
+        """Assign a checkpoint to its round; returns it with the round, or None if it is not in the index or has its round."""
+        if (known := self._manifests.get(score.number)) is None or not known.awaits_round:
             return None
-        self._manifests[score.number] = known.with_round(score.metrics, score.time_total_s)
-        return self._manifests[score.number]
-
-    def scored(self, manifest: Manifest) -> Manifest:
-        """Return the manifest with its score, if the score arrived before."""
-        score = self._scores.pop(manifest.number, None)
-        return manifest if score is None else manifest.with_round(score.metrics, score.time_total_s)
-
-    def forget_scores(self, numbers: Iterable[int] | None = None) -> None:
-        """Forget the scores that wait for these checkpoints; by default for all: the next attempt reuses their numbers."""
-        for number in list(self._scores) if numbers is None else numbers:
-            self._scores.pop(number, None)
+        scored = self._manifests[score.number] = known.with_round(score.metrics, score.time_total_s)
+        return scored
 
     def start(self, uri_of: Callable[[int], str]) -> Start:
         """Return where the next attempt starts: the newest checkpoint, or where the run began."""

@@ -112,7 +112,7 @@ class PendingCheckpoints:
     def on_reports(self, rank: int, count: int, closings: Iterable[Closing] = ()) -> None:
         """``rank`` has made ``count`` reports so far, some of which checkpoints belong to."""
         self._num_reports[rank] = count
-        if rank in self._uncalled:
+        if self._first_save_after is not None and rank in self._uncalled:
             self._note_late(rank)
         for closing in closings:
             if (call := closing.number - self._first_number) not in self._scored:
@@ -155,35 +155,39 @@ class PendingCheckpoints:
         return self._find_one_sided_call()
 
     def pop_complete(self) -> list[Manifest]:
-        """Return the checkpoints that have become complete, oldest first; each is returned once."""
+        """Return the checkpoints that have become complete, oldest first, each once; with their rounds if these are complete."""
         ready = [call for call, pending in sorted(self._pending.items()) if self._is_complete(call, pending)]
         return [self._manifest(call, self._pending.pop(call)) for call in ready]
 
     def pop_scores(self, *, is_over: bool = False) -> list[Score]:
-        """Return the complete rounds that complete checkpoints belong to; each is returned once.
-
-        That is the round after those that the checkpoint's iteration counts. Ranks that saved in another round do not
-        contribute to it.
+        """Return the rounds that have become complete since their checkpoints were returned; each is returned once.
 
         Args:
             is_over: The attempt is over. From now on, missing reports are not waited for.
         """
         self._is_over = self._is_over or is_over
-        found = []
-        for call, by_rank in sorted(self._closings.items()):
-            if call in self._in_step and self._is_scored(self._in_step[call], by_rank):
-                del self._closings[call]
-                if in_step := {rank: made for rank, made in by_rank.items() if rank in self._in_step[call]}:
-                    self._scored.add(call)
-                    found.append(score_of(self._first_number + call, in_step, self._reduce, self._workers_per_replica))
-        return found
+        found = [self._pop_score(call) for call in sorted(self._closings)]
+        return [score for score in found if score is not None]
 
-    def _is_scored(self, in_step: frozenset[int], by_rank: dict[int, Closing]) -> bool:
-        """Return whether all ranks have scored a call that were in step and are still running."""
-        if self._is_over:
-            return True
+    def _pop_score(self, call: int) -> Score | None:
+        """Return the round that a complete checkpoint belongs to, once it is complete.
+
+        That is the round after those that the checkpoint's iteration counts. Ranks that saved in another round do not
+        contribute to it.
+        """
+        in_step, by_rank = self._in_step.get(call), self._closings.get(call)
+        if in_step is None or by_rank is None:
+            return None
         # The first comparison says no to nearly every event, without looking at all ranks.
-        return len(in_step) <= len(by_rank) + len(self._returned) and in_step - self._returned <= by_rank.keys()
+        is_waited_for = len(in_step) > len(by_rank) + len(self._returned) or in_step - self._returned - by_rank.keys()
+        if is_waited_for and not self._is_over:
+            return None
+        del self._closings[call]
+        made = {rank: closing for rank, closing in by_rank.items() if rank in in_step}
+        if not made:
+            return None
+        self._scored.add(call)
+        return score_of(self._first_number + call, made, self._reduce, self._workers_per_replica)
 
     def _is_complete(self, call: int, pending: _Pending) -> bool:
         # Other ranks may still send events of a call that was dropped.
@@ -200,7 +204,7 @@ class PendingCheckpoints:
         self._in_step[call] = self._all_ranks if in_step == self._all_ranks else in_step  # one object, as a rule
         given = {rank: pending.calls[rank].metrics for rank in sorted(in_step)}
         metrics = {rank: json.loads(each) for rank, each in given.items() if each is not None}
-        return Manifest(
+        manifest = Manifest(
             number=self._first_number + call,
             attempt=self._attempt,
             iteration=self._start.iteration + first.reports,
@@ -216,6 +220,8 @@ class PendingCheckpoints:
             parts={rank: list(part.files) for rank, part in pending.parts.items() if part.files},
             rank_states={rank: part.rank_state for rank, part in pending.parts.items()},
         )
+        score = self._pop_score(call)
+        return manifest if score is None else manifest.with_round(score.metrics, score.time_total_s)
 
     def _find_different_arguments(self, event: Saved, pending: _Pending) -> str | None:
         for name in ("all_ranks", "is_files"):
@@ -239,7 +245,8 @@ class PendingCheckpoints:
 
     def _note_late(self, rank: int) -> None:
         """Note if a rank without a call should have made one: it has reported again after the first call of another rank."""
-        if self._first_save_after is not None and self._num_reports[rank] > self._first_save_after + 1:
+        assert self._first_save_after is not None
+        if self._num_reports[rank] > self._first_save_after + 1:
             self._late.add(rank)
 
     def _find_one_sided_call(self) -> str | None:

@@ -58,8 +58,20 @@ class CallbackReader:
 
     def feed(self, frame: Frame) -> None:
         """Process the next frame."""
+        wanted: Stop | None = None
         try:
-            wanted = self._dispatch(frame)
+            if frame.kind == frames.EVENT:
+                wanted = self._event(Event(**frame.data))
+            elif frame.kind == frames.CHECKPOINT:
+                wanted = self._checkpoint(frame.data)
+            else:
+                if frame.kind == frames.RUN_END and (error := self._error_of(frame.data)) is not None:
+                    self.end(error)
+                if frame.kind == self._ends_with:
+                    self.end(None)
+                for result in self._merger.feed(frame):
+                    first = self._runner.call("on_result", result)
+                    wanted = wanted or first
         except Exception as error:  # only a critical callback raises, which ends the run
             if self.critical is None:
                 self.critical = error
@@ -74,25 +86,11 @@ class CallbackReader:
             self._is_ended = True
             self._runner.end(self.critical or error)
 
-    def _dispatch(self, frame: Frame) -> Stop | None:
-        if frame.kind == frames.EVENT:
-            return self._event(Event(**frame.data))
-        if frame.kind == frames.CHECKPOINT:
-            data = frame.data
-            if data["number"] in self._checkpoints:  # a restarted controller sends it again
-                return None
-            self._checkpoints.add(data["number"])
-            return self._runner.checkpoint(Checkpoint(data["uri"], data["metrics"], data["iteration"]))
-        if frame.kind == frames.RUN_END and (error := self._error_of(frame.data)) is not None:
-            self.end(error)
-        if frame.kind == self._ends_with:
-            self.end(None)
-        if frame.kind == frames.RUN_END:
+    def _checkpoint(self, data: dict[str, Any]) -> Stop | None:
+        if data["number"] in self._checkpoints:  # a restarted controller sends it again
             return None
-        wanted: Stop | None = None
-        for result in self._merger.feed(frame):
-            wanted = wanted or self._runner.result(result)
-        return wanted
+        self._checkpoints.add(data["number"])
+        return self._runner.call("on_checkpoint", Checkpoint(data["uri"], data["metrics"], data["iteration"]))
 
     def _event(self, event: Event) -> Stop | None:
         if event.kind == "run_start":
@@ -100,7 +98,7 @@ class CallbackReader:
             self._info = replace(info, read_earlier=partial(earlier_results, info.run_dir, event.data, self._reduce))
             self._is_started = True
             return self._runner.start(self._info)
-        return self._runner.event(event) if self._is_started else None
+        return self._runner.call("on_event", event) if self._is_started else None
 
 
 def describe_started(info: RunInfo, event: Event) -> RunInfo:

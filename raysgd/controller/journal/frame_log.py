@@ -15,6 +15,7 @@ from typing import Any
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import Journal
+from raysgd.controller.rounds import RoundCount
 
 
 class Pacer:
@@ -29,77 +30,14 @@ class Pacer:
         self._tokens = float(burst)
         self._at = float("-inf")
 
-    def wait_s(self, now: float) -> float:
-        """Return the seconds until the next flush is allowed; 0 or less if it is allowed now."""
-        return (1 - self._filled(now)) * self._interval_s
-
-    def spend(self, now: float) -> None:
-        """Count a flush."""
-        self._tokens = max(0.0, self._filled(now) - 1)
-        self._at = now
-
-    def _filled(self, now: float) -> float:
+    def spend(self, now: float) -> float:
+        """Count the next flush; return the seconds until it is allowed, 0 if it is allowed now."""
         if self._interval_s <= 0:
-            return float(self._burst)
-        return min(float(self._burst), self._tokens + (now - self._at) / self._interval_s)
-
-
-class RoundCount:
-    """Counts how far the ranks of an attempt have come. A frame costs the same whatever the number of ranks."""
-
-    def __init__(self) -> None:
-        self._attempt = 0
-        self._iterations_before = 0
-        self._counts: list[int] = []
-        self._running: set[int] = set()
-        self._whole = 0  # rounds that every running rank has reported
-        self._missing = 0  # running ranks whose report of the next round is missing
-
-    @property
-    def iteration(self) -> int:
-        """The last complete round, counted from the run's beginning."""
-        return self._iterations_before + self._whole
-
-    def feed(self, frame: Frame) -> bool:
-        """Count the next frame; returns False for reports of an incomplete round, which readers need not get yet."""
-        if frame.kind == frames.REPORTS:
-            return self._reported(frame)
-        if frame.kind == frames.ATTEMPT:
-            self._attempt = frame.attempt
-            self._iterations_before = frame.data.get("iterations_before", 0)
-            self._counts = [0] * frame.data["world_size"]
-            self._running = set(range(frame.data["world_size"]))
-            self._count()
-        elif frame.kind == frames.RANK_DONE and frame.attempt == self._attempt:
-            self._left(frame.rank)
-        return True
-
-    def _reported(self, frame: Frame) -> bool:
-        if frame.attempt != self._attempt or frame.rank not in self._running:
-            return True
-        before = self._counts[frame.rank]
-        self._counts[frame.rank] = before + frame.data["count"]
-        if before > self._whole or self._counts[frame.rank] <= self._whole:
-            return False
-        self._missing -= 1
-        if self._missing:
-            return False
-        self._count()
-        return True
-
-    def _left(self, rank: int) -> None:
-        """Count without a rank; all ranks are compared only if the others may have completed rounds without it."""
-        if rank not in self._running:
-            return
-        self._running.remove(rank)
-        self._missing -= self._counts[rank] <= self._whole
-        if not self._missing or not self._running:
-            self._count()
-
-    def _count(self) -> None:
-        counts = [self._counts[rank] for rank in self._running]
-        self._whole = min(counts, default=0)
-        self._missing = counts.count(self._whole)
+            return 0.0
+        tokens = min(float(self._burst), self._tokens + (now - self._at) / self._interval_s)
+        wait_s = max(0.0, 1 - tokens) * self._interval_s
+        self._tokens, self._at = max(0.0, tokens - 1), now + wait_s
+        return wait_s
 
 
 #: CPU seconds that a batch costs the controller, and the share of one core for all batches in one direction.
@@ -137,6 +75,9 @@ class FrameLog:
         min_interval_s: Least time between two batches for one reader.
         earlier: For a resumed run: the frames in the journal that are not reports.
         next_seq: The number of the next frame; it may leave a gap after those in the journal.
+
+    Attributes:
+        next_seq: As above.
     """
 
     def __init__(
@@ -155,7 +96,7 @@ class FrameLog:
         self._recent_bytes = 0
         # Older frames other than reports and samples; they are few and small.
         self._kept = [frame for frame in earlier if not frame.is_sample]
-        self._next_seq = next_seq
+        self.next_seq = next_seq
         self._released = next_seq  # frames before this one may go to readers
         self._held: int | None = None  # the last frame of the run, until it is on storage
         self._rounds = RoundCount()
@@ -163,10 +104,12 @@ class FrameLog:
         self._is_closed = False
         self._grown = asyncio.Event()
 
-    def append(self, make: Callable[[int], Frame]) -> None:
-        """Add the frame ``make(seq)``."""
-        frame = make(self._next_seq)
-        self._next_seq += 1
+    def append(
+        self, kind: str, attempt: int, rank: int = -1, data: dict[str, Any] | None = None, rows: bytes = b""
+    ) -> None:
+        """Add a frame; the arguments are the fields of `Frame`."""
+        frame = Frame(self.next_seq, kind, attempt, rank, {} if data is None else data, rows)
+        self.next_seq += 1
         self._journal.append(frame)
         self._recent.append(frame)
         self._recent_bytes += frame.size_bytes
@@ -181,13 +124,13 @@ class FrameLog:
         elif self._holding is None:
             self._holding = asyncio.get_running_loop().call_later(HOLD_S, self._release)
 
-    async def close(self, make: Callable[[int], Frame], flush: Callable[[], Awaitable[Any]]) -> None:
+    async def close(self, attempt: int, flush: Callable[[], Awaitable[Any]]) -> None:
         """Add the last frame; readers get it when it is on storage, so that nothing is written any more when they read the files.
 
         An object is replaced as a whole on an object store, but a file on a remote disk is empty while it is written again.
         """
-        self._held = self._next_seq
-        self.append(make)
+        self._held = self.next_seq
+        self.append(frames.RUN_CLOSED, attempt)
         try:
             await flush()
         finally:
@@ -209,33 +152,26 @@ class FrameLog:
                     return
                 self._grown.clear()
                 await self._grown.wait()
-            if (wait_s := pacer.wait_s(loop.time())) > 0 and not self._is_closed:
+            if not self._is_closed and (wait_s := pacer.spend(loop.time())) > 0:
                 await asyncio.sleep(wait_s)
-            batch = await self._batch(seq)
-            if not batch:  # no frames between the journal's last one and the first one in memory
-                seq = self._first_in_memory
-                continue
-            seq = batch[-1].seq + 1
-            pacer.spend(loop.time())
-            yield batch
+            first = self._recent[0].seq if self._recent else self.next_seq
+            if seq < first:
+                batch = await loop.run_in_executor(None, self._from_journal, seq, first)
+            else:
+                end = len(self._recent) if self._held is None else self._held - first
+                batch = _take_batch(map(self._recent.__getitem__, range(seq - first, end)))
+            seq = (
+                batch[-1].seq + 1 if batch else first
+            )  # none: the journal's last frame is not the one before the first here
+            if batch:
+                yield batch
 
     def _release(self) -> None:
         if self._holding is not None:
             self._holding.cancel()
             self._holding = None
-        self._released = self._next_seq if self._held is None else self._held
+        self._released = self.next_seq if self._held is None else self._held
         self._grown.set()
-
-    @property
-    def _first_in_memory(self) -> int:
-        return self._recent[0].seq if self._recent else self._next_seq
-
-    async def _batch(self, seq: int) -> list[Frame]:
-        first_in_memory = self._first_in_memory
-        if seq < first_in_memory:
-            return await asyncio.get_running_loop().run_in_executor(None, self._from_journal, seq, first_in_memory)
-        end = len(self._recent) if self._held is None else self._held - first_in_memory
-        return _take_batch(map(self._recent.__getitem__, range(seq - first_in_memory, end)))
 
     def _from_journal(self, seq: int, before: int) -> list[Frame]:
         kept = [frame for frame in self._kept if seq <= frame.seq < before]

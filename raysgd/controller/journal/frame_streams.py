@@ -7,8 +7,9 @@ there whether the TrainerActor is gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import ray
@@ -27,13 +28,13 @@ _CONNECT_TIMEOUT_S = 3.0
 
 
 async def serve_frames(
-    read: Callable[[str, int], AsyncIterator[list[Frame]]],
+    read: Callable[[str, int], Awaitable[AsyncIterator[list[Frame]]]],
     hello: dict[str, Any],
     _: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
 ) -> None:
-    """Serve one connection. ``read`` yields batches of a run's frames, from a number on; ``hello`` names both."""
-    async for batch in read(str(hello["run"]), int(hello["seq"])):
+    """Serve one connection. ``read`` returns batches of a run's frames, from a number on; ``hello`` names both."""
+    async for batch in await read(str(hello["run"]), int(hello["seq"])):
         writer.write(pack(batch))
         await writer.drain()
 
@@ -84,11 +85,20 @@ def read_frames(
     Raises:
         RayError: The TrainerActor is gone, or there is no such run.
     """
-    for batch in _over_connection(endpoint, run_id, seq) if endpoint is not None else ():
-        yield batch
-        seq = batch[-1].seq + 1
-        if _holds(batch, last):
-            return
+    if endpoint is not None:
+        hello = {"kind": KIND, "run": run_id, "seq": seq}
+        # It may not be reachable, or break: the rest comes through Ray.
+        with (
+            contextlib.suppress(OSError, EOFError),
+            connect(endpoint, hello, _CONNECT_TIMEOUT_S) as line,
+            line.makefile("rb", buffering=1 << 16) as file,
+        ):
+            while True:
+                batch = receive_message(file)
+                yield batch
+                seq = batch[-1].seq + 1
+                if last in {frame.kind for frame in batch}:
+                    return
     _check_ray_is_up()
     stream = controller.stream.options(
         num_returns="streaming", _generator_backpressure_num_objects=STREAM_AHEAD
@@ -96,30 +106,10 @@ def read_frames(
     for ref in stream:
         batch = ray.get(ref)
         yield batch
-        if _holds(batch, last):
+        if last in {frame.kind for frame in batch}:
             return
 
 
 def _check_ray_is_up() -> None:
     if not ray.is_initialized():  # a call would start Ray again
         raise RayActorError
-
-
-def _over_connection(endpoint: Endpoint, run_id: str, seq: int) -> Iterator[list[Frame]]:
-    try:
-        with (
-            connect(endpoint, {"kind": KIND, "run": run_id, "seq": seq}, _CONNECT_TIMEOUT_S) as line,
-            line.makefile("rb", buffering=1 << 16) as file,
-        ):
-            while True:
-                try:
-                    batch = receive_message(file)
-                except (OSError, EOFError):
-                    return
-                yield batch
-    except OSError:  # the endpoint cannot be reached
-        return
-
-
-def _holds(batch: list[Frame], kind: str) -> bool:
-    return any(frame.kind == kind for frame in batch)

@@ -61,35 +61,36 @@ _MAX_QUOTED = 40
 
 
 class LogFile:
-    """A file of lines that grows: appended to on a local disk, rewritten elsewhere."""
+    """A file of lines that grows: appended to on a local disk, rewritten elsewhere.
+
+    Attributes:
+        pending: The lines to write, with the numbers of their frames.
+        size_bytes: The size of the file with them.
+    """
 
     def __init__(self, storage: Storage, name: str) -> None:
         self.name = name
         self._storage = storage
-        self._pending: deque[tuple[int, bytes]] = deque()
+        self.pending: deque[tuple[int, bytes]] = deque()
         self._unwritten: list[tuple[int, bytes]] = []
         self._written: list[bytes] = []
         self.size_bytes = 0
 
-    def append(self, seq: int, line: bytes) -> None:
-        self._pending.append((seq, line))
-        self.size_bytes += len(line)
-
     @property
     def unwritten(self) -> list[tuple[int, bytes]]:
         """The lines that are not on storage yet, with the numbers of their frames."""
-        return [*self._unwritten, *self._pending]
+        return [*self._unwritten, *self.pending]
 
     @property
     def first_unwritten(self) -> int | None:
         """The number of the first frame that is not on storage yet."""
-        waiting = self._unwritten or self._pending
+        waiting = self._unwritten or self.pending
         return waiting[0][0] if waiting else None
 
     def flush(self, before: int) -> None:
         """Write the frames below a number. Blocks; called by one thread at a time. After an error, the next flush writes them."""
-        while self._pending and self._pending[0][0] < before:  # one by one, because another thread appends meanwhile
-            self._unwritten.append(self._pending.popleft())
+        while self.pending and self.pending[0][0] < before:  # one by one, because another thread appends meanwhile
+            self._unwritten.append(self.pending.popleft())
         if not self._unwritten:
             return
         lines = [line for _, line in self._unwritten]
@@ -150,7 +151,8 @@ class SegmentedLog:
     def append(self, seq: int, line: bytes) -> None:
         if self._open is None or (self._segment_bytes is not None and self._open.size_bytes >= self._segment_bytes):
             self._open = self._next_file(seq)
-        self._open.append(seq, line)
+        self._open.pending.append((seq, line))
+        self._open.size_bytes += len(line)
 
     def flush(self, before: int) -> None:
         """Write the frames below a number. Blocks; called by one thread at a time."""
@@ -229,7 +231,11 @@ class Journal:
         """Record a frame; it is on storage after the next `flush`."""
         if frame.kind == frames.REPORTS:
             self.num_reports += frame.data["count"]
-            self._append_reports(frame)
+            head = '{"seq":%d,"attempt":%d,"rank":%d,"first":%d,"count":%d%s,"rows":'
+            closes = frame.data.get("closes")
+            closing = f',"closes":{json.dumps(closes, separators=(",", ":"))}' if closes else ""
+            values = (frame.seq, frame.attempt, frame.rank, frame.data["first"], frame.data["count"], closing)
+            self._metrics.append(frame.seq, (head % values).encode() + frame.rows + b"}\n")
         else:
             self._events.append(frame.seq, _event_line(frame, self._secrets))
         self._end = frame.seq + 1
@@ -282,13 +288,6 @@ class Journal:
                 if seq <= frame.seq < before:
                     seq = frame.seq + 1
                     yield frame
-
-    def _append_reports(self, frame: Frame) -> None:
-        head = '{"seq":%d,"attempt":%d,"rank":%d,"first":%d,"count":%d%s,"rows":'
-        closes = frame.data.get("closes")
-        closing = f',"closes":{json.dumps(closes, separators=(",", ":"))}' if closes else ""
-        values = (frame.seq, frame.attempt, frame.rank, frame.data["first"], frame.data["count"], closing)
-        self._metrics.append(frame.seq, (head % values).encode() + frame.rows + b"}\n")
 
 
 def report_frame(line: bytes) -> Frame:

@@ -19,23 +19,22 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.checkpoints.index import CheckpointReads
-from raysgd.controller.checkpoints.memory import MemoryCheckpoints
-from raysgd.controller.frames import Frame
+from raysgd.controller.checkpoints.memory_copies import MemoryCheckpoints
 from raysgd.controller.journal.frame_log import FrameLog, stream_interval_s
 from raysgd.controller.journal.outcome import outcome_data
-from raysgd.controller.machine.machine import RunMachine
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.rounds import AwaitedMetrics
 from raysgd.controller.run.barriers import Barriers
 from raysgd.controller.run.run_files import RunFiles
-from raysgd.controller.run.watch import Watch
+from raysgd.controller.run.worker_watch import WorkerWatch
 from raysgd.controller.run_plan import AttemptRecord, PreviousState, RunPlan
-from raysgd.controller.states import CALLBACK_NODE, Closed, Outcome, Paused, has_succeeded
+from raysgd.controller.state_machine.run_machine import RunMachine
+from raysgd.controller.states import CALLBACK_NODE, Outcome, has_succeeded
 from raysgd.data.plan import NO_DATASETS
 from raysgd.errors import RaySGDError, UsageError, WorkerDiedError, WorkerError
 from raysgd.result import RunInfo
 from raysgd.session import events as e
-from raysgd.workers.liveness.deaths import was_sigterm
+from raysgd.workers.liveness.death_reasons import was_sigterm
 from raysgd.workers.orders import AttemptOrder, RunOrder
 
 if TYPE_CHECKING:
@@ -107,7 +106,6 @@ class Run:
             next_seq=previous.next_seq,
         )
         self._awaited = AwaitedMetrics(request.reduce)
-        self._missing = c.MetricsMissing(())  # as the state machine knows it
         if is_resumed and request.reduce:
             for frame in self._files.journal.frames_from(0, previous.next_seq):
                 if not self._awaited.missing:  # the first rounds have them as a rule, and a journal may have gigabytes
@@ -130,10 +128,11 @@ class Run:
         self._is_acting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
-        self._watch: Watch | None = None
+        self._watch: WorkerWatch | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
-        self._paused = asyncio.Event()
+        self._paused = asyncio.Event()  # no pause is to begin
+        self._paused.set()
         self._values: dict[int, Any] = {}  # what train_func returned in the attempt, by rank
         self._held = MemoryCheckpoints(
             group.memory, self._files.uri_of, lambda *given: self._feed(c.EventReceived(*given))
@@ -156,11 +155,9 @@ class Run:
         self._files.start()
         self._group.on_joining_worker(lambda: self._feed(c.JoiningWorkerReady()))
         self._group.on_wait = self.warn
-        for command in self._machine.begin():
-            self._act(command)
+        self._feed(c.RunBegins())
         if self._previous.next_seq:  # another restart must not use the numbers of these frames again
             await self._files.flush()
-        self._update_paused()
         await self._closed.wait()
         self._group.on_joining_worker(lambda: None)
         self._group.on_wait = get_logger().warning
@@ -181,7 +178,7 @@ class Run:
         await self._files.flush()  # readers of the last frame can read all files
         if (lost := self._files.describe_lost()) is not None:
             self.warn(lost)
-        await self.log.close(lambda seq: Frame(seq, frames.RUN_CLOSED, self._attempt), self._files.flush)
+        await self.log.close(self._attempt, self._files.flush)
         self._files.close()
 
     async def stop(self, why: str, *, cancel: bool, failed: e.Failed | None = None) -> None:
@@ -230,11 +227,15 @@ class Run:
 
     def pause(self) -> None:
         """Pause at the next checkpoint. A paused run holds no workers."""
+        self._paused.clear()
         self._feed(c.PauseRequested())
+        if not self._machine.pause.is_requested:  # it is paused now, or over
+            self._paused.set()
 
     async def resume(self) -> None:
         """Resume after a pause; returns when that is recorded."""
         self._feed(c.ResumeRequested())
+        self._paused.set()
         await self._files.flush()
 
     async def wait_paused(self) -> None:
@@ -304,11 +305,6 @@ class Run:
                     self._act(command)
         finally:
             self._is_acting = False
-        self._update_paused()
-
-    def _update_paused(self) -> None:
-        is_paused = isinstance(self._machine.state, (Paused, Closed)) or not self._machine.is_pause_requested
-        (self._paused.set if is_paused else self._paused.clear)()
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
@@ -340,6 +336,7 @@ class Run:
                 self._stop_preparing()
                 self._end_watch()
                 self._group.release()
+                self._paused.set()
             case c.LeaveGroup():
                 self._leaving = self._spawn(self._group.leave())
             case c.SetTimer():
@@ -357,6 +354,8 @@ class Run:
                 if self._reads.can_delete(command.number):
                     self._files.delete([command.number])
             case c.PublishOutcome():
+                if command.outcome.is_success and (missing := self._awaited.warn_of_run()) is not None:
+                    self.warn(missing)
                 # The event first: callbacks get it, and with it the time of the end, before their own end.
                 self._record_event(
                     c.RecordEvent("run_end", {"kind": command.outcome.kind, "message": command.outcome.describe()})
@@ -368,6 +367,7 @@ class Run:
                 self._end_watch()
                 self._held.close()
                 self._stop_preparing()
+                self._paused.set()
                 self._closed.set()
 
     async def _prepare(self, command: c.PrepareGroup) -> None:
@@ -450,7 +450,7 @@ class Run:
     def _start_watch(self, attempt: int) -> None:
         self._end_watch()
         records = self._files.storage.child("flight_recorder").child(f"attempt_{attempt}").uri
-        self._watch = Watch(self._group, self._failure, records, attempt, self._feed, self._record_event)
+        self._watch = WorkerWatch(self._group, self._failure, records, attempt, self._feed, self._record_event)
         self._watch.start()
 
     def _end_watch(self) -> None:
@@ -466,12 +466,9 @@ class Run:
             async for item in self._group.run(rank, order, attempt_order):
                 if isinstance(item, list):
                     for event in item:
-                        if isinstance(event, e.Reports):
-                            self._pass_on(rank, attempt, event)
-                            continue
                         if isinstance(event, e.Returned):
                             self._on_returned(rank, event)
-                        if not self._held.intercept(rank, attempt, event):
+                        if isinstance(event, e.Reports) or not self._held.intercept(rank, attempt, event):
                             self._feed(c.EventReceived(rank, attempt, event))
                 else:  # a large value comes as a reference of its own
                     self._values[rank] = item
@@ -484,29 +481,9 @@ class Run:
     def _on_returned(self, rank: int, event: e.Returned) -> None:
         self._barriers.left(rank)
         if self._watch is not None:
-            self._watch.on_returned(rank)
+            self._watch.mismatches.on_returned(rank)
         if event.value is not None:
             self._values[rank] = event.value
-
-    def _pass_on(self, rank: int, attempt: int, reports: e.Reports) -> None:
-        """Send reports to readers as the worker encoded them. The state machine gets only their number."""
-        if self._machine.accepts(attempt):
-            data: dict[str, Any] = {"first": reports.first, "count": reports.count}
-            if reports.closes:
-                data["closes"] = [[index, self._machine.checkpoints.number_of(call)] for index, call in reports.closes]
-            self.log.append(lambda seq: Frame(seq, frames.REPORTS, attempt, rank, data, reports.rows))
-            closings = frames.closings_of(data, reports.rows)
-            self._feed(c.ReportsReceived(rank, attempt, reports.first + reports.count, closings))
-            if self._awaited.missing:
-                self._awaited.feed(reports.rows)
-                self._update_missing()
-
-    def _update_missing(self) -> None:
-        """Send the state machine the metrics of ``reduce`` that no report has had, if that has changed."""
-        is_round_complete = self.log.iteration > self._request.start.iteration
-        if (self._awaited.missing, is_round_complete) != (self._missing.names, self._missing.is_round_complete):
-            self._missing = c.MetricsMissing(self._awaited.missing, self._awaited.describe(), is_round_complete)
-            self._feed(self._missing)
 
     async def _store_held(self, manifest: Manifest) -> None:
         try:
@@ -538,7 +515,12 @@ class Run:
             self._saving_since[given.data["number"]] = time.monotonic()
         elif given.kind == frames.NOT_SAVED:
             self._saving_since.pop(given.data["number"], None)
-        self.log.append(lambda seq: Frame(seq, given.kind, given.attempt, given.rank, given.data, given.rows))
+        self.log.append(given.kind, given.attempt, given.rank, given.data, given.rows)
+        if given.rows and self._awaited.missing:
+            self._awaited.feed(given.rows)
+            is_round_complete = self.log.iteration > self._request.start.iteration
+            if is_round_complete and (missing := self._awaited.warn_of_first_round()) is not None:
+                self.warn(missing)
 
     def _record_event(self, event: c.RecordEvent) -> None:
         if event.kind == "checkpoint":
@@ -548,7 +530,7 @@ class Run:
             seconds = None if began is None else round(time.monotonic() - began, 3)
             event = dataclasses.replace(event, data={**event.data, "seconds": seconds})
         data = {"kind": event.kind, "timestamp": time.time(), "data": event.data}
-        self.log.append(lambda seq: Frame(seq, frames.EVENT, self._attempt, data=data))
+        self.log.append(frames.EVENT, self._attempt, data=data)
         self._observe(event, self.log.iteration)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

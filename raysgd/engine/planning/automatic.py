@@ -28,7 +28,7 @@ from raysgd.errors import ConfigError
 from raysgd.session import api, context
 from raysgd.torch.devices import device
 from raysgd.torch.samplers import seeded
-from raysgd.workers.liveness.memory import MemoryFiles
+from raysgd.workers.liveness.memory_use import MemoryFiles
 
 _MARGIN = 0.05
 _GIVE_BATCH = 'give engine.compose(sample_batch=...), a batch as the training loop gets it, for plan="auto"'

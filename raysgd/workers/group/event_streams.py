@@ -11,7 +11,7 @@ from typing import Any
 from raysgd.session.events import WorkerEvent
 from raysgd.transport import Endpoint
 from raysgd.workers.events_connection import VALUE_FOLLOWS, Batch, Inbox, InboxAddress, Inboxes
-from raysgd.workers.liveness.deaths import DEATHS
+from raysgd.workers.liveness.death_reasons import DEATHS
 from raysgd.workers.orders import AttemptOrder, Blob
 
 #: Items that a worker's Ray stream may be ahead of the controller before the worker waits.
@@ -63,7 +63,7 @@ class WorkerStreams:
         pump = asyncio.ensure_future(_pump(stream, inbox, explain_death))
         self._open[handle._actor_id] = inbox
         try:
-            while (item := await inbox.get()) is not None:
+            while (item := await inbox.items.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
                 yield item
@@ -75,7 +75,7 @@ class WorkerStreams:
     def abandon(self, handle: Any) -> None:
         """End the stream of a worker whose process was ended, because Ray may need a minute to do so."""
         if (inbox := self._open.get(handle._actor_id)) is not None:
-            inbox.put_other(WorkerDied("it was ended"))
+            inbox.items.put_nowait(WorkerDied("it was ended"))
 
 
 async def _pump(stream: Any, inbox: Inbox, explain_death: ExplainDeath) -> None:
@@ -84,16 +84,16 @@ async def _pump(stream: Any, inbox: Inbox, explain_death: ExplainDeath) -> None:
         is_value = False
         async for ref in stream:
             if is_value:
-                inbox.put_other(ref)
+                inbox.items.put_nowait(ref)
                 is_value = False
                 continue
             item = await ref
             if isinstance(item, Batch):
                 inbox.put(item)
             is_value = item == VALUE_FOLLOWS
-        inbox.put_other(None)
+        inbox.items.put_nowait(None)
     except DEATHS as error:
         reason, _ = await asyncio.gather(explain_death(error), inbox.wait_drained(_DRAIN_S))
-        inbox.put_other(WorkerDied(reason))
+        inbox.items.put_nowait(WorkerDied(reason))
     except Exception as error:
-        inbox.put_other(error)
+        inbox.items.put_nowait(error)

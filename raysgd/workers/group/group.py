@@ -37,7 +37,7 @@ from raysgd.workers.group.ranks import (
     make_members,
 )
 from raysgd.workers.group.reserve import Reserve
-from raysgd.workers.liveness.deaths import DEATHS, explain_failed_start, first_line
+from raysgd.workers.liveness.death_reasons import DEATHS, explain_failed_start, first_line
 from raysgd.workers.liveness.node_agent import NodeAgents
 from raysgd.workers.liveness.process_watch import ProcessWatch
 from raysgd.workers.orders import AttemptOrder, Blob, Prepared, PrepareOrder, WorkerInfo
@@ -46,7 +46,7 @@ from raysgd.workers.placement.calls import call_cluster, post_to_cluster
 from raysgd.workers.placement.capacity import count_fitting, explain_timeout, slot_bundle
 from raysgd.workers.placement.cluster import check_feasible, has_autoscaler, list_nodes, wait_until_feasible
 from raysgd.workers.placement.slots import ExistingPlacement, WorkerSlots
-from raysgd.workers.process.actor import WorkerActor
+from raysgd.workers.process.worker_actor import WorkerActor
 from raysgd.workers.versions import VersionCheck, Versions
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class WorkerGroup:
         versions: The driver's versions.
         explain_missing: Says which resources a number of workers wait for, and who holds them; None if there is room. Blocks.
 
-    The attributes ``slots``, ``streams``, ``monitor``, ``watch``, ``drains``, ``agreement`` and ``memory`` are the group's
-    parts; their classes say what they do.
+    The attributes ``slots``, ``agents``, ``kept``, ``streams``, ``monitor``, ``watch``, ``drains``, ``agreement`` and ``memory``
+    are the group's parts; their classes say what they do.
 
     Attributes:
         on_wait: Called with what the group waits for, if resources are missing or nodes are still to join the cluster.
@@ -101,7 +101,7 @@ class WorkerGroup:
         # By rank; None for a rank without a process. The group's parts share this list, so it is changed in place.
         self._members: list[Worker | None] = [None] * scaling.min_workers
         self._has_formed = False
-        self._kept = KeptGroup(backend)
+        self.kept = KeptGroup(backend)
         self._opened: str | None = None  # the rendezvous that rank 0 opened when it was prepared
         self._explain_missing = explain_missing
         self.on_wait: Callable[[str], None] = get_logger().warning
@@ -109,7 +109,7 @@ class WorkerGroup:
         self._versions = VersionCheck(versions, WorkerActor)
         self._beginning: asyncio.Future[None] | None = None
         self.watch = ProcessWatch(failure.heartbeat_timeout_s)
-        self._agents = NodeAgents(name, self.watch, runtime_env)
+        self.agents = NodeAgents(name, self.watch, runtime_env)
         self.slots = WorkerSlots(name, slot_bundle(scaling), scaling.placement_strategy, existing)
         self._starter = WorkerStarter(
             name, scaling, backend, runtime_env, controller, self.slots.remove, self._versions.judge
@@ -128,11 +128,11 @@ class WorkerGroup:
             self.slots, self._starter, failure.num_spares, self._joining, self._end_process, self._avoided
         )
         self.streams = WorkerStreams()
-        self.monitor = GroupMonitor(self._agents, self._members)
-        self._lost_nodes = LostNodes(self._agents, self._avoided)
+        self.monitor = GroupMonitor(self.agents, self._members)
+        self._lost_nodes = LostNodes(self.agents, self._avoided)
         self.drains = DrainMonitor(self._members, self._joining, self._avoided)
         self.agreement = RankAgreement(self.call)
-        self.memory = ClusterMemory(self._agents, self._members)
+        self.memory = ClusterMemory(self.agents, self._members)
 
     @property
     def size(self) -> int:
@@ -199,19 +199,19 @@ class WorkerGroup:
             reporting.cancel()
         await self._reserve.replenish(self._workers()[0])
         self.expect_loss(())
-        self._agents.watch_workers(self._infos())
+        self.agents.watch_workers(self._infos())
         return [*messages, *self._avoided.take_warnings(), *self._versions.take_warnings()]
 
     async def _get_ready(self, keep_size: bool, is_run: bool) -> list[str]:
         await self._form(keep_size)
-        await self._kept.settle(self._workers() if is_run else [])
+        await self.kept.settle(self._workers() if is_run else [])
         stale = {rank: why for rank, why in enumerate(await self._prepare(is_run)) if why is not None}
         if not stale:
             return []
         for rank in stale:
             self.kill(rank)
         await self._form(keep_size=True)
-        await self._kept.settle(self._workers())
+        await self.kept.settle(self._workers())
         await self._prepare(is_run)
         return [f"replaced {len(stale)} warm workers: {'; '.join(sorted(set(stale.values())))}"]
 
@@ -322,7 +322,7 @@ class WorkerGroup:
         """Reset every process for what follows; return by rank why a process cannot be used again, or None."""
         workers = self._workers()
         gpus = assign_visible_gpus(self._infos(), shows_all=self._backend.shows_node_gpus)
-        kept = self._kept.rendezvous is not None
+        kept = self.kept.rendezvous is not None
         orders = [PrepareOrder(visible, index, rank, is_run, kept) for rank, (visible, index) in enumerate(gpus)]
         if is_run and not kept and not self._backend.has_coordinator:
             for rank, ip in enumerate(choose_rendezvous_ips(self._infos(), self._backend)):
@@ -353,7 +353,7 @@ class WorkerGroup:
 
     @contextlib.contextmanager
     def watching(self, workers: Sequence[Worker] | None = None, *, is_starting: bool = False) -> Iterator[None]:
-        """Kill members that do not run, while they are called outside of an attempt, in which `Watch` does that.
+        """Kill members that do not run, while they are called outside of an attempt, in which `WorkerWatch` does that.
 
         Args:
             workers: The workers that are called; None: all members.
@@ -431,11 +431,11 @@ class WorkerGroup:
 
     async def open_rendezvous(self) -> str:
         """Open the rendezvous of the next attempt; return the value of `Member.rendezvous`."""
-        if (kept := self._kept.take()) is not None:
+        if (kept := self.kept.take()) is not None:
             return kept
         opened, self._opened = self._opened, None
-        self._kept.opened = await self._open_rendezvous() if opened is None else opened
-        return self._kept.opened
+        self.kept.opened = await self._open_rendezvous() if opened is None else opened
+        return self.kept.opened
 
     async def _open_rendezvous(self) -> str:
         if self._backend.has_coordinator:
@@ -460,7 +460,7 @@ class WorkerGroup:
         """
         worker = self._worker(rank)
         try:
-            why = partial(self._agents.explain_death, info=worker.info)
+            why = partial(self.agents.explain_death, info=worker.info)
             async for item in self.streams.read(worker.handle, run, order, why):
                 yield item
         except WorkerDied:
@@ -477,11 +477,7 @@ class WorkerGroup:
 
     async def leave(self) -> None:
         """Make all members leave the process group, after all ranks have returned, or keep the group if its backend does."""
-        await self._kept.leave(self._workers())
-
-    async def end_kept_group(self) -> None:
-        """Make the members leave a group that is kept for the next run."""
-        await self._kept.end()
+        await self.kept.leave(self._workers())
 
     async def call(self, method: str, *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """Call a method of the worker actors; return the results by rank.
@@ -541,12 +537,8 @@ class WorkerGroup:
         # The process exits by itself: Ray reports what SIGKILL ends as unexpected.
         post_to_cluster(ray.kill, worker.handle)
         if worker.info is not None:
-            self._agents.expect_exit(worker.info)
+            self.agents.expect_exit(worker.info)
         self.streams.abandon(worker.handle)
-
-    async def wait_for_exits(self) -> None:
-        """Wait until the processes that were ended are gone."""
-        await self._agents.wait_for_exits()
 
     def release(self) -> None:
         """End all processes and return the resources to the cluster; `get_ready` requests them again."""
@@ -558,7 +550,7 @@ class WorkerGroup:
         self._lost_nodes.close()
         self._reserve.close()
         self._coordinator.close()
-        self._agents.close()
+        self.agents.close()
         self.slots.close()
         self._has_formed = False
 
@@ -576,7 +568,7 @@ class WorkerGroup:
         if worker.info is not None and worker.info.node_id in self._avoided:  # that is known; Ray need not be asked
             self._drop(worker)
             return
-        if await self._agents.is_node_gone(worker.info) and worker.info is not None:
+        if await self.agents.is_node_gone(worker.info) and worker.info is not None:
             self._lose(worker.info)
         elif worker.info is not None and self._avoided.record_death(worker.info):
             self._avoided.avoid_faulty(worker.info, await call_cluster(list_nodes))
@@ -592,7 +584,7 @@ class WorkerGroup:
             await self._remove(worker)
         ranks = sorted(worker.member.rank for worker in dead if worker.member is not None)
         first, error = next(iter(dead.items()))
-        return tuple(ranks), await self._agents.explain_death(error, first.info)
+        return tuple(ranks), await self.agents.explain_death(error, first.info)
 
     def _worker(self, rank: int) -> Worker:
         worker = self._members[rank]

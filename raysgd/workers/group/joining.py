@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from raysgd.config import ScalingConfig
 from raysgd.workers.group.processes import Worker, WorkerStarter
-from raysgd.workers.liveness.deaths import explain_failed_start
+from raysgd.workers.liveness.death_reasons import explain_failed_start
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
 from raysgd.workers.placement.calls import call_cluster
 from raysgd.workers.placement.capacity import count_fitting

@@ -21,7 +21,7 @@ from raysgd.workers.orders import WorkerInfo
 from raysgd.workers.placement.calls import call_cluster, post_to_cluster
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.placement.slots import WorkerSlot
-from raysgd.workers.process.actor import NUM_THREADS, WorkerActor
+from raysgd.workers.process.worker_actor import NUM_THREADS, WorkerActor
 from raysgd.workers.versions import Versions
 
 #: What messages call the coordinator's process.

@@ -22,8 +22,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd.transport import shorten_retransmissions
-from raysgd.workers.liveness.deaths import describe_death, may_be_memory
-from raysgd.workers.liveness.memory import MemoryEvidence, MemoryWatch
+from raysgd.workers.liveness.death_reasons import describe_death, may_be_memory
+from raysgd.workers.liveness.memory_use import MemoryEvidence, MemoryWatch
 from raysgd.workers.liveness.stacks import read_stacks
 from raysgd.workers.liveness.watched import ActorWatch, Watched, watched_actor
 from raysgd.workers.placement.calls import call_cluster

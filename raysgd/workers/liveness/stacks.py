@@ -17,7 +17,7 @@ import time
 
 #: A signal that programs do not use.
 SIGNAL = signal.SIGRTMIN + 7
-#: The time for py-spy, and for the faulthandler after it; together less than `raysgd.controller.run.watch` waits.
+#: The time for py-spy, and for the faulthandler after it; together less than `raysgd.controller.run.worker_watch` waits.
 PY_SPY_TIMEOUT_S = 2.0
 WRITE_TIMEOUT_S = 0.8
 #: The faulthandler has finished if no line was added for this long: it writes many, and may be delayed.

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -17,7 +17,6 @@ from raysgd._util.logs import get_logger
 from raysgd._util.redact import redact_text, secret_values
 from raysgd._util.tracebacks import hide_own_frames
 from raysgd.backends.base import Backend, is_collective_error
-from raysgd.backends.flight_recorder import CollectiveId
 from raysgd.callbacks.base import Callback, Stop
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.errors import AttemptEnded, TrainFuncError
@@ -42,12 +41,12 @@ from raysgd.session.progress import Heartbeat, Spent
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import WorkerSession
 from raysgd.transport import shorten_retransmissions
-from raysgd.workers.orders import AttemptOrder, Position, RunOrder
+from raysgd.workers.orders import AttemptOrder, RunOrder
 from raysgd.workers.pickling import check_returned, dumps, dumps_error, dumps_returned, last_line, user_part
 from raysgd.workers.process import train_thread
 from raysgd.workers.process.first_snapshot import FirstSnapshot
 from raysgd.workers.process.output import find_output
-from raysgd.workers.process.position import PositionFinder
+from raysgd.workers.process.position_finder import PositionFinder
 from raysgd.workers.process.train_thread import TrainThread, clear_frames, describe_unprintable
 
 #: A larger return value is an item of its own in the Ray stream, which the controller passes on unread.
@@ -85,6 +84,7 @@ class Attempt:
         load_retry_on: Returns the classes of exceptions that the user has retried.
 
     Attributes:
+        positions: Finds where train_func is, and in which collectives.
         is_preempted: The process got SIGTERM.
         has_returned: train_func has returned. The process is still in its group, since other ranks may need it there.
     """
@@ -124,7 +124,7 @@ class Attempt:
         self._retry_on: tuple[type[Exception], ...] = ()
         self._in_setup = False
         self._training = TrainingCheck(backend, session)
-        self._positions = PositionFinder(self._thread, backend, session, has_gpu=order.member.has_gpu)
+        self.positions = PositionFinder(self._thread, backend, session, has_gpu=order.member.has_gpu)
         self._done = threading.Event()
         self._large_value: bytes | None = None
         self._secrets: frozenset[str] = frozenset()
@@ -142,8 +142,9 @@ class Attempt:
             batch = self._event_queue.drain(0 if was_done else SAMPLE_INTERVAL_S)
             if was_done and not batch:
                 break
-            self._warn_unsynchronized(is_over=False)
-            if sampler.is_due():
+            if self._training.can_change:
+                self._warn_unsynchronized(is_over=False)
+            if time.monotonic() >= sampler.due_at:
                 batch.append(Sample(sampler.sample(self.session.num_reports, self.heartbeat().spent)))
             if batch:
                 yield batch
@@ -175,10 +176,6 @@ class Attempt:
         """Return how far train_func has come."""
         return self.session.progress.heartbeat(is_inside=self._thread.is_inside, has_gpu=self._order.member.has_gpu)
 
-    def position(self, asked: Collection[CollectiveId]) -> Position:
-        """Return where train_func is, and in which collectives."""
-        return self._positions.find(asked)
-
     def preempt(self, why: str) -> bool:
         """Report to the controller that this process got SIGTERM; return False if that was reported before.
 
@@ -207,10 +204,7 @@ class Attempt:
     def _run_train_func(self) -> Returned | Ended | Failed:
         error: BaseException | None = None
         try:
-            function, config = self._code()
-            self._retry_on = self._load_retry_on()
-            self._secrets = frozenset(secret_values(config))
-            self._join_group()
+            function, config = self._set_up()
             value = self._thread.call(function, config, self._enter)
             self._warn_unsynchronized(is_over=True)
             return self._make_returned(value)
@@ -231,7 +225,11 @@ class Attempt:
             self._callbacks.end(error)
             clear_frames(error)
 
-    def _join_group(self) -> None:
+    def _set_up(self) -> tuple[Callable[..., Any], Any]:
+        """Return train_func and its config, which can be called now: this rank is in the process group, with its session."""
+        function, config = self._code()
+        self._retry_on = self._load_retry_on()
+        self._secrets = frozenset(secret_values(config))
         if self._backend.waits_for_members:
             self.session.wait_for_others()
         self._in_setup = True
@@ -244,6 +242,7 @@ class Attempt:
         old, new = self._order.previous_size, self._order.member.world_size
         if self._on_resize is not None and old is not None and old != new:
             self._on_resize(old, new)
+        return function, config
 
     def _enter(self) -> None:
         if self.session.is_ended:
@@ -343,7 +342,11 @@ def _exception_for_driver(error: BaseException, rank: int) -> BaseException:
 
 
 class TrainingCheck:
-    """Asks the backend whether this rank trains a model of its own: at the first reports, and when train_func has returned."""
+    """Asks the backend whether this rank trains a model of its own: at the first reports, and when train_func has returned.
+
+    Attributes:
+        can_change: The next report may change the answer.
+    """
 
     def __init__(self, backend: Backend, session: WorkerSession) -> None:
         self._backend = backend
@@ -351,6 +354,7 @@ class TrainingCheck:
         self._lock = threading.Lock()
         self._num_asked = 0
         self._is_found = False
+        self.can_change = True
 
     def find_unsynchronized(self, *, is_over: bool) -> str | None:
         """Return the backend's warning, once: not before the tenth report, unless train_func ``is_over``."""
@@ -368,6 +372,7 @@ class TrainingCheck:
                 get_logger().debug("the backend could not say whether ranks train alone", exc_info=True)
                 return None
             self._is_found = message is not None and (is_over or num_reports >= SYNCHRONIZED_BY_REPORT)
+            self.can_change = num_reports < SYNCHRONIZED_BY_REPORT
             return message if self._is_found else None
 
 
@@ -407,7 +412,7 @@ class WorkerCallbacks:
         result["training_iteration"] = self._count
         result["attempt"] = self._order.attempt
         result["world_size"] = member.world_size
-        self._request_stop(self._runner.result(result))
+        self._request_stop(self._runner.call("on_result", result))
 
     def _request_stop(self, stop: Stop | None) -> None:
         if stop is not None:
@@ -415,11 +420,14 @@ class WorkerCallbacks:
 
 
 class Sampler:
-    """Measures this process: CPU, memory, GPU, rate of reports. `is_due` is cheap; `sample` reads the kernel's files.
+    """Measures this process: CPU, memory, GPU, rate of reports.
 
     Args:
         identity: What each sample has in addition.
         run: The label ``run`` of the exported metrics.
+
+    Attributes:
+        due_at: The time of the next sample, in seconds that only grow.
     """
 
     def __init__(self, identity: dict[str, Any], run: str = "") -> None:
@@ -430,10 +438,8 @@ class Sampler:
         self._reports = 0
         self._spent = Spent()
         self._sampled_at = time.monotonic()
+        self.due_at = self._sampled_at + SAMPLE_INTERVAL_S
         self._export: Any = None
-
-    def is_due(self) -> bool:
-        return time.monotonic() - self._sampled_at >= SAMPLE_INTERVAL_S
 
     def sample(self, num_reports: int, spent: Spent) -> dict[str, Any]:
         """Return the values since the last sample.
@@ -443,7 +449,7 @@ class Sampler:
             spent: The steps so far, and the time in them.
         """
         now = time.monotonic()
-        elapsed, self._sampled_at = now - self._sampled_at, now
+        elapsed, self._sampled_at, self.due_at = now - self._sampled_at, now, now + SAMPLE_INTERVAL_S
         made, self._reports = num_reports - self._reports, num_reports
         before, self._spent = self._spent, spent
         trained_s = spent.total_s - before.total_s

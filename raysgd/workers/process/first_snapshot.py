@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd._util.imports import imported
 from raysgd.checkpoint.snapshot import StagingPool
-from raysgd.workers.liveness.memory import MemoryFiles
+from raysgd.workers.liveness.memory_use import MemoryFiles
 
 #: Names, the position in the data and what else a state has in addition to the tensors of the model and its optimizers.
 _MARGIN = 1.05

@@ -48,7 +48,7 @@ class Place(NamedTuple):
     cpu_s: float = 0.0
 
 
-class TrainThread:
+class TrainThread(threading.Thread):
     """The thread of one attempt. Other threads call `start` and `interrupt`, the thread itself calls `call`.
 
     Args:
@@ -59,28 +59,25 @@ class TrainThread:
     """
 
     def __init__(self, main: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=main, name="raysgd-train", daemon=True)
-        self._lock = threading.Lock()
+        super().__init__(target=main, name="raysgd-train", daemon=True)
+        self._entering = threading.Lock()
         self.is_inside = False
-
-    def start(self) -> None:
-        self._thread.start()
 
     def call(self, function: Callable[..., Any], config: Any, enter: Callable[[], None]) -> Any:
         """Call ``enter`` and then train_func; return what train_func returns. An exception of ``enter`` prevents the call."""
-        with self._lock:
+        with self._entering:
             enter()
             self.is_inside = True
         try:
             return function(config) if takes_config(function) else function()
         finally:
-            with self._lock:
+            with self._entering:
                 self.is_inside = False
 
     def place(self) -> Place:
         """Return where the thread is in train_func; an empty place if train_func does not run."""
-        with self._lock:  # so that the thread does not end now: its clock must not be read then
-            ident = self._thread.ident
+        with self._entering:  # so that the thread does not end now: its clock must not be read then
+            ident = self.ident
             if not self.is_inside or ident is None or (frame := sys._current_frames().get(ident)) is None:
                 return Place()
             return Place(_innermost_line(frame), hash((id(frame), frame.f_lasti)), _cpu_time_s(ident))
@@ -97,14 +94,14 @@ class TrainThread:
 
     def _raise_if_safe(self, waited_s: float) -> bool:
         # The thread's lock: otherwise train_func could return now, and the exception would hit other code.
-        with self._lock, _switching:
+        with self._entering, _switching:
             interval_s = sys.getswitchinterval()
             sys.setswitchinterval(_ALONE_S)
             try:
                 time.sleep(
                     0
                 )  # after it no thread asks for the interpreter's lock within _ALONE_S: train_func does not move
-                ident = self._thread.ident
+                ident = self.ident
                 if not self.is_inside or ident is None:
                     return True
                 frame = sys._current_frames().get(ident)

@@ -12,8 +12,8 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.machine.machine import RunMachine
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
+from raysgd.controller.state_machine.run_machine import RunMachine
 from raysgd.controller.states import Closed, Outcome
 from raysgd.session import events as e
 from support.simulation.events import RETURNED, part, saved
@@ -78,7 +78,7 @@ class SimulatedRun:
 
     def _begin(self) -> None:
         self.machine = RunMachine(self._plan, uri_of=uri_of, clock=lambda: self.now + self.clock_error_s)
-        self._keep(self.machine.begin())
+        self._keep(self.machine.step(c.RunBegins()))
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
@@ -96,19 +96,11 @@ class SimulatedRun:
         return commands
 
     def deliver(self, rank: int, *events: e.WorkerEvent, attempt: int | None = None) -> list[c.Command]:
-        """Deliver a worker's events, by default of the last attempt; reports become frames, as in a run."""
+        """Deliver a worker's events, by default of the last attempt."""
         given = self.attempt if attempt is None else attempt
         commands: list[c.Command] = []
         for event in events:
-            if not isinstance(event, e.Reports):
-                commands += self.feed(c.EventReceived(rank, given, event))
-            elif self.machine.accepts(given):
-                number_of = self.machine.checkpoints.number_of
-                closes = [[index, number_of(call)] for index, call in event.closes]
-                data = {"first": event.first, "count": event.count, "closes": closes}
-                commands += self._keep([c.EmitFrame(frames.REPORTS, given, rank, data, event.rows)])
-                closings = frames.closings_of(data, event.rows)
-                commands += self.feed(c.ReportsReceived(rank, given, event.first + event.count, closings))
+            commands += self.feed(c.EventReceived(rank, given, event))
         return commands
 
     def end_stream(self, rank: int, died: str | None = None, *, attempt: int | None = None) -> list[c.Command]:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raysgd.controller.class_api import Instances
 from raysgd.controller.gcs_watch import describe_outage, watch_gcs
+from raysgd.controller.group_instances import GroupInstances
 from raysgd.controller.holders import explain_missing
 from raysgd.controller.journal import frame_streams as downlink
 from raysgd.controller.journal.frame_streams import serve_frames
@@ -51,6 +51,7 @@ from raysgd.workers.placement.slots import remove_placement_groups
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.checkpoint import Checkpoint
+    from raysgd.controller.frames import Frame
     from raysgd.controller.processes.hosting import CallbackHosting
     from raysgd.controller.run.executor import Run
 
@@ -101,10 +102,10 @@ class TrainerActor(Watched):
         self._runs: dict[str, asyncio.Future[Run]] = {}
         self._forgotten: set[str] = set()
         self._turn = asyncio.Lock()
-        self._instances = Instances(self._group, settings.spec.failure_config.abort_grace_s)
+        self._instances = GroupInstances(self._group, settings.spec.failure_config.abort_grace_s)
         self._hosting: CallbackHosting | None = None
         self._listener = Listener(
-            {downlink.KIND: partial(serve_frames, self.stream), uplink.KIND: self._group.streams.inboxes.handle}
+            {downlink.KIND: partial(serve_frames, self._read), uplink.KIND: self._group.streams.inboxes.handle}
         )
         self._opening: asyncio.Future[Endpoint | None] | None = None
         self._no_listener = ""
@@ -162,7 +163,7 @@ class TrainerActor(Watched):
             await call_cluster(put_run, self._settings.name, over)
             self._forget_all_but(request.run_id)
             if kept is not None:  # the driver may be gone, so that no further run may come: release the resources
-                await self._group.end_kept_group()
+                await self._group.kept.end()
                 self._group.release()
                 self._end_data_holder(request.run_id)
 
@@ -222,16 +223,17 @@ class TrainerActor(Watched):
 
     async def stream(self, run_id: str, seq: int) -> AsyncIterator[Any]:
         """Yield batches of a run's frames, from number ``seq`` on."""
-        run = await self._announced(run_id)
-        async for batch in run.log.read(seq):
+        async for batch in await self._read(run_id, seq):
             yield batch
 
     async def frames(self, run_id: str, seq: int) -> list[Any]:
         """Return one batch of frames from number ``seq`` on, for a reader that fell behind."""
-        run = await self._announced(run_id)
-        async for batch in run.log.read(seq):
+        async for batch in await self._read(run_id, seq):
             return batch
         return []
+
+    async def _read(self, run_id: str, seq: int) -> AsyncIterator[list[Frame]]:
+        return (await self._announced(run_id)).log.read(seq)
 
     async def stop(self, run_id: str, why: str, cancel: bool, failed: Failed | None = None) -> None:
         """End a run early; ``cancel``: at once. ``failed``: the error of the callback that ends the run."""
@@ -296,9 +298,9 @@ class TrainerActor(Watched):
         self._group.watch.close()
         for run_id in self._accepted:
             self._end_data_holder(run_id)
-        await self._group.end_kept_group()
+        await self._group.kept.end()
         self._group.release()
-        await self._group.wait_for_exits()
+        await self._group.agents.wait_for_exits()
         await self._group.slots.wait_removed()
         for guard in self._guards.values():  # one that is stopped cannot end itself
             await call_cluster(ray.kill, guard)

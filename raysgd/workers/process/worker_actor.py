@@ -193,12 +193,12 @@ class WorkerActor(Watched):
         except ImportError as error:
             return str(error)
         from raysgd.workers.process.build import AttemptBuilder
-        from raysgd.workers.process.class_api import Instances
+        from raysgd.workers.process.own_instance import OwnInstance
 
         node = self._locate().node
         self._backend = backend
         self._attempts = AttemptBuilder(backend, controller, node)
-        self._instances = Instances(backend, node)
+        self._instances = OwnInstance(backend, node)
         self._baseline.note_framework()
         return None
 
@@ -323,8 +323,8 @@ class WorkerActor(Watched):
             asked: The collectives that other ranks wait in.
         """
         if (current := self._current.get()) is not None:
-            return current.position(asked)
-        from raysgd.workers.process.position import find_collectives  # not for a cold start
+            return current.positions.find(asked)
+        from raysgd.workers.process.position_finder import find_collectives  # not for a cold start
 
         last, begun = find_collectives(self._backend, asked)
         return Position(last, begun=begun)
@@ -346,19 +346,21 @@ class WorkerActor(Watched):
 
     def hold(self, attempt: int) -> tuple[int, int]:
         """Hold this rank until `stop_from`; return how far it has come, or zeros if it is not in the attempt."""
-        return self._current.call(attempt, lambda current: current.session.hold(), (0, 0))
+        return self._current.call(
+            attempt, lambda current: current.session.stop_gate.hold(current.session.num_reports), (0, 0)
+        )
 
     def stop_from(self, attempt: int, check: int, last_report: int | None) -> None:
         """Make ``should_stop()`` true from this check on."""
-        self._current.call(attempt, lambda current: current.session.stop_from(check, last_report), None)
+        self._current.call(attempt, lambda current: current.session.stop_gate.release(check, last_report), None)
 
     def hold_saves(self, attempt: int) -> int:
         """Hold this rank at its next save until `leave_after`; return how many saves it has begun."""
-        return self._current.call(attempt, lambda current: current.session.hold_saves(), 0)
+        return self._current.call(attempt, lambda current: current.session.save_gate.hold(), 0)
 
     def leave_after(self, attempt: int, limit: AtSavePoint | None) -> None:
         """Make train_func leave after this save; None: after no save."""
-        self._current.call(attempt, lambda current: current.session.leave_after(limit), None)
+        self._current.call(attempt, lambda current: current.session.save_gate.release(limit), None)
 
     def leave(self, keeps_group: bool = False) -> bool:
         """Leave the process group, once all ranks have returned; return whether this process stays in it.

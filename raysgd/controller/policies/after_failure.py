@@ -6,7 +6,7 @@ of the system may be followed by a retry. `FailurePolicy.decide` then decides be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raysgd.config import FailureConfig
@@ -48,20 +48,20 @@ class Failure:
 
 
 class FailurePolicy:
-    """Counts the failures of a run. ``max_failures=k`` allows exactly k retries."""
+    """Counts the failures of a run. ``max_failures=k`` allows exactly k retries.
 
-    def __init__(self, config: FailureConfig) -> None:
+    Args:
+        earlier: The failures that happened before the controller's process was restarted.
+    """
+
+    def __init__(self, config: FailureConfig, earlier: Iterable[Failure] = ()) -> None:
         self._max_failures = config.max_failures
-        self._failures: list[Failure] = []
+        self._failures = list(earlier)
         self._num_failed_starts = 0  # in a row
 
     @property
     def num_failures(self) -> int:
         return len(self._failures)
-
-    def restore(self, failures: Sequence[Failure]) -> None:
-        """Count the failures that happened before the controller's process was restarted."""
-        self._failures.extend(failures)
 
     def decide(self, failure: Failure) -> str | None:
         """Count a failure; returns why the run must end, or None if another attempt follows."""

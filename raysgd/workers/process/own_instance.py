@@ -23,7 +23,7 @@ class MemberSession(LocalSession):
         self.identity = identity_of(member)
 
 
-class Instances:
+class OwnInstance:
     """Holds at most one instance, which is a member of a process group.
 
     Args:

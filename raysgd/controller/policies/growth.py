@@ -1,6 +1,6 @@
 """When an elastic group grows. Pure.
 
-`raysgd.controller.machine.regrouping.Growth` asks the policy, and has the ranks leave for the larger group.
+`raysgd.controller.state_machine.regrouping.Growth` asks the policy, and has the ranks leave for the larger group.
 """
 
 from __future__ import annotations

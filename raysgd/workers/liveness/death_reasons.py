@@ -8,7 +8,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 
 from raysgd._version import __version__
 from raysgd.errors import ConfigError
-from raysgd.workers.liveness.memory import ADVICE, MemoryEvidence, describe_growth, judge
+from raysgd.workers.liveness.memory_use import ADVICE, MemoryEvidence, describe_growth, judge
 
 #: Ray's errors for a process that is gone; the second one if Ray's memory monitor killed it.
 DEATHS = (RayActorError, OutOfMemoryError)

@@ -15,7 +15,7 @@ from raysgd.workers.orders import Blob
 from raysgd.workers.pickling import find_root_cause
 
 
-class Instances:
+class GroupInstances:
     """The instances of one group.
 
     Args:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from typing import Literal
 
 from raysgd.controller import commands as c
-from raysgd.controller.policies.failure import Failure
-from raysgd.controller.policies.scaling import ScalingPolicy
+from raysgd.controller.policies.after_failure import Failure
+from raysgd.controller.policies.growth import ScalingPolicy
 from raysgd.controller.states import Running
 
 Emit = Callable[[c.Command], None]
@@ -267,10 +267,6 @@ class Pause:
         """Pause after the next save. ``running``: the attempt, if it can be left; None: pause before the next one."""
         self.is_requested = True
         self._save_point.request(running, _PAUSE_REASON)
-
-    def begin(self) -> None:
-        """The run pauses now."""
-        self.is_requested = False
 
     def withdraw(self, running: Running | None) -> None:
         """Do not pause: ranks that wait only for the pause resume. ``running``: the attempt, if it can be left."""

@@ -32,11 +32,14 @@ _LOOK_TIMEOUT_S = 2.0
 DRAIN_POLL_S = 2.0
 
 
-class Watch:
+class WorkerWatch:
     """Watches one attempt, from `start` to `end`.
 
     Args:
         records: URI of the folder for what frameworks know of the ranks' collectives when a rank hangs.
+
+    Attributes:
+        mismatches: Finds collectives that ranks never join.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Watch:
         self._silent: list[int] = []  # ranks for which replacements were started
         self._awaited: list[int] = []  # ranks that are cut off, of which the user knows that they are waited for
         self._stragglers = StragglerPolicy(self._loop.time())
-        self._mismatches = MismatchPolicy(failure.mismatch_timeout_s, range(group.size))
+        self.mismatches = MismatchPolicy(failure.mismatch_timeout_s, range(group.size))
         self._looking: asyncio.Task[None] | None = None
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._checking: asyncio.Task[None] | None = None
@@ -79,10 +82,6 @@ class Watch:
         shorten_retransmissions()
         drains = watch_drains(self._group.drains, lambda *drain: self._feed(c.NodeDraining(self._attempt, *drain)))
         self._tasks = [self._loop.create_task(self._watch_workers()), self._loop.create_task(drains)]
-
-    def on_returned(self, rank: int) -> None:
-        """train_func has returned on a rank."""
-        self._mismatches.on_returned(rank)
 
     def end(self) -> None:
         for task in self._tasks:
@@ -106,7 +105,7 @@ class Watch:
                 self._look_if_due()
                 if hangs := await self._find_hangs():
                     await self._report(hangs)
-                if not self._has_reported and (mismatch := self._mismatches.find_mismatch(self._loop.time())):
+                if not self._has_reported and (mismatch := self.mismatches.find_mismatch(self._loop.time())):
                     await self._report_mismatch(mismatch)
                 for straggler in self._stragglers.find_stragglers(self._loop.time()):
                     self._report_straggler(straggler)
@@ -124,7 +123,7 @@ class Watch:
         self._awaited = [] if can_replace else cut_off
         hangs = self._policy.find_hangs(now, can_replace=can_replace)
         # Ranks that leave the attempt make no progress, but are not stuck. Ranks that all wait without hope would do so again.
-        if self._has_reported or self._mismatches.will_end(now):
+        if self._has_reported or self.mismatches.will_end(now):
             hangs = [hang for hang in hangs if hang.kind != "stuck"]
         return hangs
 
@@ -191,17 +190,17 @@ class Watch:
         else:
             self._policy.on_heartbeat(rank, heartbeat, self._loop.time())
             self._stragglers.on_heartbeat(rank, heartbeat)
-            self._mismatches.on_heartbeat(rank, heartbeat)
+            self.mismatches.on_heartbeat(rank, heartbeat)
 
     def _look_if_due(self) -> None:
-        if (self._looking is None or self._looking.done()) and self._mismatches.is_look_due(self._loop.time()):
+        if (self._looking is None or self._looking.done()) and self.mismatches.is_look_due(self._loop.time()):
             self._looking = self._loop.create_task(self._look())
 
     async def _look(self) -> None:
         """Ask where the ranks are, of which one has made no session call for some time."""
-        asked = self._mismatches.list_questions()
+        asked = self.mismatches.list_questions()
         for rank, position in (await self._monitor.positions(asked, _LOOK_TIMEOUT_S)).items():
-            self._mismatches.on_position(rank, position, self._loop.time())
+            self.mismatches.on_position(rank, position, self._loop.time())
 
     def _check_suspects(self) -> None:
         suspects = self._policy.suspects(self._loop.time())
