@@ -85,9 +85,13 @@ class CheckpointLinks:
 
 def list_manifests(runs: Storage) -> list[tuple[CheckpointStore, Manifest]]:
     """Return the manifests of all runs in a Trainer's folder, each with the store that it is in; oldest first."""
-    names = sorted((name for name in runs.list_names() if _RUN.fullmatch(name)), key=lambda name: int(name[4:]))
-    stores = [CheckpointStore(runs.child(name, "checkpoints")) for name in names]
+    stores = [CheckpointStore(runs.child(name, "checkpoints")) for name in run_names(runs)]
     return [(store, manifest) for store in stores for manifest in store.list()]
+
+
+def run_names(runs: Storage) -> list[str]:
+    """Return the names ``run_NNN`` in a Trainer's folder, oldest run first."""
+    return sorted(filter(_RUN.fullmatch, runs.list_names()), key=lambda name: int(name[4:]))
 
 
 def find_best(metrics: Sequence[Mapping[str, Any]], policy: RetentionPolicy) -> int | None:

@@ -11,7 +11,8 @@ from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.errors import CheckpointNotFoundError, ConfigError
-from raysgd.trainer.run_folder import compare_runs, load_run
+from raysgd.runs.comparing import compare_runs
+from raysgd.viewer.loaded_run import load_run
 from support.run_folders import RunFolder, two_ranks
 
 
