@@ -236,6 +236,14 @@ def test_equal_runs_have_no_difference(pair: Pair) -> None:
     assert str(difference) == "equal in all 3 iterations"
 
 
+def test_metric_that_is_nan_in_one_run_and_missing_in_the_other_differs(pair: Pair) -> None:
+    for folder, metrics in zip(pair, ({"loss": 1, "acc": math.nan}, {"loss": 1}), strict=True):
+        folder.attempt(world_size=1)
+        folder.reports(0, 0, metrics)
+    assert str(compare_runs(pair[0].path, pair[1].path)) == "first difference at iteration 1, rank 0: acc: nan != None"
+    assert not compare_runs(pair[0].path, pair[1].path, ignore=("acc",))
+
+
 def test_the_first_difference_is_found_with_its_rank_and_metrics(pair: Pair) -> None:
     two_ranks(pair[0], 3.0, 2.0, 1.0)
     pair[1].attempt()
