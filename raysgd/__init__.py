@@ -34,6 +34,7 @@ if _typing.TYPE_CHECKING:
     from raysgd.engine.config import EngineConfig
     from raysgd.engine.engine import Engine
     from raysgd.result import Event, Result, RunInfo, RunStatus
+    from raysgd.runs.comparing import compare_runs
     from raysgd.session.api import (
         barrier,
         broadcast,
@@ -56,9 +57,9 @@ if _typing.TYPE_CHECKING:
         world_size,
     )
     from raysgd.torch.devices import device
-    from raysgd.trainer.run_folder import compare_runs, load_run
     from raysgd.trainer.stream import ResultStream
     from raysgd.trainer.trainer import Trainer
+    from raysgd.viewer.loaded_run import load_run
 
 _NAMES_OF = {
     "raysgd.backends.base": ("Backend", "BackendConfig", "Coordinator"),
@@ -76,15 +77,16 @@ _NAMES_OF = {
     "raysgd.engine.config": ("EngineConfig",),
     "raysgd.engine.engine": ("Engine",),
     "raysgd.result": ("Event", "Result", "RunInfo", "RunStatus"),
+    "raysgd.runs.comparing": ("compare_runs",),
     "raysgd.session.api": (
         "barrier", "broadcast", "data_parallel_rank", "data_parallel_size", "gather", "get_dataset", "get_datasets", "in_worker",
         "list_checkpoints", "load_checkpoint", "local", "local_rank", "local_world_size", "node_rank", "report",
         "save_checkpoint", "should_stop", "world_rank", "world_size",
     ),
     "raysgd.torch.devices": ("device",),
-    "raysgd.trainer.run_folder": ("compare_runs", "load_run"),
     "raysgd.trainer.stream": ("ResultStream",),
     "raysgd.trainer.trainer": ("Trainer",),
+    "raysgd.viewer.loaded_run": ("load_run",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 _PACKAGES = (

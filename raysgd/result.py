@@ -95,6 +95,11 @@ class RunInfo:
         return "/".join(self.run_dir.partition("?")[0].rstrip("/").split("/")[-2:])
 
 
+#: The states of a run that has ended, and those of one that is live; see `RunStatus`.
+ENDED = frozenset({"done", "stopped", "cancelled", "error"})
+LIVE = frozenset({"starting", "running", "recovering", "paused", "ending"})
+
+
 @dataclass(frozen=True)
 class RunStatus:
     """The state of a Trainer's latest run.

@@ -96,14 +96,18 @@ class CheckpointLinks:
 
 def list_runs(runs: Storage) -> list[Storage]:
     """Return the folders of all runs in a Trainer's folder, oldest first."""
-    names = sorted((name for name in runs.list_names() if _RUN.fullmatch(name)), key=lambda name: int(name[4:]))
-    return [runs.child(name) for name in names]
+    return [runs.child(name) for name in run_names(runs)]
 
 
 def list_manifests(runs: Storage) -> list[tuple[CheckpointStore, Manifest]]:
     """Return the manifests of all runs in a Trainer's folder, each with the store that it is in; oldest first."""
     stores = [CheckpointStore(run.child("checkpoints")) for run in list_runs(runs)]
     return [(store, manifest) for store in stores for manifest in store.list()]
+
+
+def run_names(runs: Storage) -> list[str]:
+    """Return the names ``run_NNN`` in a Trainer's folder, oldest run first."""
+    return sorted(filter(_RUN.fullmatch, runs.list_names()), key=lambda name: int(name[4:]))
 
 
 def find_best(metrics: Sequence[Mapping[str, Any]], policy: RetentionPolicy) -> int | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.cli.console import (
     FAILED,
     SUCCEEDED,
@@ -19,13 +20,13 @@ from raysgd.cli.console import (
     storage_flag,
     whole_number,
 )
-from raysgd.cli.runs.finding import existing_folder, find_run, newest_run, open_folder
+from raysgd.cli.runs.finding import existing_folder, find_run
 from raysgd.cli.runs.listing import age
 from raysgd.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from raysgd.runs.finding import newest_run
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.format.manifest import Manifest
-    from raysgd.checkpoint.storage.storage import Storage
 
 _PICKLE = "Allow pickled values in the checkpoint, which can run code when they are loaded."
 
@@ -280,7 +281,7 @@ def merge_command(checkpoint: str, folder: str, allow_pickle: bool, storage_path
     from raysgd.session.merging import merge_parts
 
     found = find_checkpoint(checkpoint, storage_path)
-    path = merge_parts(found.folder, found.manifest, open_folder(folder), allow_pickle=allow_pickle)
+    path = merge_parts(found.folder, found.manifest, Storage.from_uri(folder), allow_pickle=allow_pickle)
     if as_json:
         print_json({"path": path})
     else:
@@ -321,7 +322,7 @@ def export_command(
         max_shard_bytes=max_shard_bytes,
         allow_pickle=allow_pickle,
     )
-    target = open_folder(folder)
+    target = Storage.from_uri(folder)
     files = [{"name": name, "num_bytes": target.size(name)} for name in target.list_names()]
     if as_json:
         print_json({"folder": target.uri, "files": files})

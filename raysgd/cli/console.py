@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from raysgd._util.json import take_nonfinite
+from raysgd._util.tables import as_text, make_table
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,11 +22,10 @@ SUCCEEDED, FAILED, USAGE_ERROR = 0, 1, 2
 #: The exit status for a signal is this and its number, as in shells.
 SIGNALLED = 128
 INTERRUPTED = SIGNALLED + 2
-_ANY_WIDTH = 100_000
 #: Words that have a colour on a terminal: states of runs, and of what `raysgd doctor` finds.
 _STYLES: dict[Any, str] = {
-    **dict.fromkeys(("running", "starting", "ok"), "green"),
-    **dict.fromkeys(("recovering", "paused", "unfinished", "warning"), "yellow"),
+    **dict.fromkeys(("running", "starting", "live", "ok"), "green"),
+    **dict.fromkeys(("recovering", "paused", "silent", "warning"), "yellow"),
     **dict.fromkeys(("error", "wrong", "failure"), "red"),
 }
 
@@ -82,26 +82,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right:
         rows: The cells of each row; None is shown as ``-``.
         right: The columns whose cells are aligned to the right.
     """
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    has_header = any(columns)
-    style = box.SIMPLE_HEAD if has_header else None
-    table = Table(box=style, show_header=has_header, show_edge=False, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text("-", "dim") if cell is None else Text(str(cell), _STYLES.get(cell, "")) for cell in row))
+    table = make_table(columns, rows, right=right, styles=_STYLES)
     console = Console(file=sys.stdout, highlight=False)
     if console.is_terminal:
         console.print(table)
-        return
-    console.width = _ANY_WIDTH  # a program or a pager reads it: one line for each row
-    with console.capture() as capture:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    else:
+        print(as_text(table))
 
 
 def open_in_browser(address: str) -> None:

@@ -98,6 +98,9 @@ class FaultyFiles(Files):
     def list_names(self, name: str) -> list[str]:
         return self._files.list_names(name)
 
+    def list_folders(self, name: str) -> list[str]:
+        return self._files.list_folders(name)
+
     def make_dirs(self, name: str) -> None:
         self._files.make_dirs(name)
 

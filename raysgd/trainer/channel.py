@@ -36,6 +36,7 @@ from raysgd.controller.requests import RunNotGiven, RunRequest, TrainerSettings,
 from raysgd.controller.trainer_actor import TrainerActor
 from raysgd.controller.watchdog import ASK_AGAIN_S, comes_back, prepare_process
 from raysgd.errors import ConfigError, RaySGDError, TrainerClosedError, UsageError, WorkerError
+from raysgd.result import ENDED
 from raysgd.workers.liveness.death_reasons import explain_failed_start, first_line
 from raysgd.workers.liveness.process_watch import CONTROLLER, ProcessWatch
 from raysgd.workers.liveness.watched import watched_actor
@@ -48,8 +49,6 @@ _STATUS_TIMEOUT_S = 10.0
 #: Seconds that a warning may take to get into the run's files.
 _WARN_TIMEOUT_S = 10.0
 _ENDS = {frames.RUN_END, frames.RUN_CLOSED}
-#: States of a run that are its end.
-OVER = ("done", "stopped", "cancelled", "error")
 CLUSTER_IS_GONE = "the Ray cluster of this Trainer is gone: ray.shutdown() was called since; make a new Trainer."
 
 
@@ -432,7 +431,7 @@ def _end_if_over(name: str) -> str | None:
         return None
     except RayError:
         return "not known"
-    if status is not None and status["state"] not in OVER:
+    if status is not None and status["state"] not in ENDED:
         return str(status["state"])
     channel.close()
     deadline = time.monotonic() + _STATUS_TIMEOUT_S

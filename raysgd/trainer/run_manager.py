@@ -29,10 +29,10 @@ from raysgd.config.checks import check_choice, check_count
 from raysgd.controller.journal.lineage import earlier_checkpoints
 from raysgd.controller.requests import TrainerSpec
 from raysgd.errors import MissingMetricError, RaySGDError, TrainerBusyError, TrainerClosedError, UsageError
-from raysgd.result import RunInfo, RunStatus
+from raysgd.result import LIVE, RunInfo, RunStatus
 from raysgd.trainer import assembly
 from raysgd.trainer.arguments import RunArguments
-from raysgd.trainer.channel import OVER, Channel
+from raysgd.trainer.channel import Channel
 from raysgd.trainer.stream import ResultStream
 from raysgd.workers.placement.capacity import explain_busy
 from raysgd.workers.placement.cluster import list_nodes
@@ -70,7 +70,7 @@ class RunHandle:
             return False
         if not self._spec.run_config.detached or self.channel is None:
             return self.stream is not None and self.stream.is_live
-        return self.status().state not in ("idle", *OVER)
+        return self.status().state in LIVE
 
     @property
     def run_dir(self) -> str | None:

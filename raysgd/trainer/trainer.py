@@ -35,8 +35,10 @@ from raysgd.trainer.class_api import ClassApi
 from raysgd.trainer.run_manager import RunManager
 from raysgd.trainer.spec import make_spec, restore_run
 from raysgd.trainer.stream import ResultStream
-from raysgd.trainer.table import ResourceTable
 from raysgd.workers.placement.capacity import describe_bundle
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class Trainer:
@@ -430,10 +432,14 @@ class Trainer:
         self._runs.leave()
 
     def __repr__(self) -> str:
-        return self._table().text()
+        from raysgd._util.tables import as_text  # not for a cold start
+
+        return as_text(*self._table())
 
     def _repr_html_(self) -> str:
-        return self._table().html()
+        from raysgd._util.tables import as_html
+
+        return as_html(*self._table())
 
     if not TYPE_CHECKING:  # type checkers would take every name for an attribute
 
@@ -447,7 +453,9 @@ class Trainer:
             "closure variable: pass what it needs in the config."
         )
 
-    def _table(self) -> ResourceTable:
+    def _table(self) -> tuple[str, Table]:
+        from raysgd.trainer.table import resource_table
+
         scaling = self._spec.scaling
         size = scaling.min_workers
         count = f"{size} to {scaling.max_workers:g}" if scaling.is_elastic else f"{size}"
@@ -460,4 +468,4 @@ class Trainer:
             with contextlib.suppress(GetTimeoutError, TrainerClosedError, WorkerError):
                 infos = channel.call("workers", timeout_s=10)
                 nodes = ["-" if info is None else f"{info['hostname']} ({info['node_ip']})" for info in infos]
-        return ResourceTable(title, scaling.bundle(), nodes, ray.cluster_resources() if is_connected else None)
+        return title, resource_table(scaling.bundle(), nodes, ray.cluster_resources() if is_connected else None)

@@ -1,29 +1,37 @@
-"""Finds the runs in a folder, and says what each is, from the begin and the end of its files. Runs anywhere, without Ray."""
+"""The list of the runs in a folder, as the page shows it. Runs anywhere, without Ray."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from typing import Any, BinaryIO
+from dataclasses import dataclass
+from typing import Any
 
 from raysgd.checkpoint.storage.storage import Storage
-from raysgd.controller import frames
-from raysgd.controller.journal.journal import event_frame, journal_files
 from raysgd.errors import CheckpointNotFoundError, RaySGDError
-from raysgd.viewer.run_data import SILENT_S, RunData, run_label
+from raysgd.result import ENDED
+from raysgd.runs.finding import find_runs, run_name
+from raysgd.runs.state import StateReader
+from raysgd.viewer.run_data import RunData
 
-#: How deep below the folder a run may be: a Trainer's folder has runs, a storage path has Trainers' folders.
-_MAX_DEPTH = 3
-#: Bytes at the end of a journal that have the last event and, if the run has ended, its end.
-_TAIL_BYTES = 64 << 10
 #: Runs whose contents are kept in memory.
 _MAX_OPEN = 32
 #: A search for runs that takes longer than this is not repeated at once.
 _SLOW_S = 0.1
-_ENDED = frozenset({"done", "stopped", "cancelled", "error"})
-#: The states that change seldom, and after how many seconds they are read again.
-_RARE = frozenset({"silent", "unreadable"})
-_RARE_S = 15.0
+#: After how many seconds a run is read again whose state changes seldom.
+_AGAIN_S = {**dict.fromkeys(ENDED, math.inf), "silent": 15.0, "unreadable": 15.0}
+
+
+@dataclass
+class _Listed:
+    """A run of the list, and what was last read of it."""
+
+    number: int
+    folder: Storage
+    states: StateReader
+    again_at: float = 0.0
+    shown: dict[str, Any] | None = None
 
 
 class Catalog:
@@ -38,18 +46,15 @@ class Catalog:
         self._lock = threading.Lock()
         self._scan_lock = threading.Lock()
         self._scan_again_at = 0.0
-        self._numbers: dict[str, int] = {}
-        self._storages: list[Storage] = []
-        self._present: list[int] = []
-        self._described: dict[int, tuple[float, dict[str, Any]]] = {}
+        self._runs: dict[str, _Listed] = {}
+        self._present: list[_Listed] = []
         self._open: dict[int, RunData] = {}
 
     def list_runs(self) -> list[dict[str, Any]]:
-        """Return ``id``, ``name``, ``state``, ``started`` and ``updated`` of each run, the newest first. Blocks."""
+        """Return ``id``, ``name``, ``state``, ``iteration``, ``started`` and ``updated`` of each run, newest first. Blocks."""
         with self._scan_lock:
             self._scan_if_due()
-            listed = [self._describe(number) for number in self._present]
-        found = [run for run in listed if run is not None]
+            found = [shown for run in self._present if (shown := _describe(run)) is not None]
         return sorted(found, key=lambda run: (run["started"], run["id"]), reverse=True)
 
     def open_run(self, number: int) -> RunData:
@@ -59,9 +64,10 @@ class Catalog:
             CheckpointNotFoundError: The list has no run of this number.
         """
         with self._lock:
-            if not 0 <= number < len(self._storages):
+            folder = next((run.folder for run in self._runs.values() if run.number == number), None)
+            if folder is None:
                 raise CheckpointNotFoundError(f"there is no run {number} in the list; load the page again.")
-            run = self._open.pop(number, None) or RunData(self._storages[number])
+            run = self._open.pop(number, None) or RunData(folder)
             self._open[number] = run  # the last one in the order of use
             while len(self._open) > _MAX_OPEN:
                 del self._open[next(iter(self._open))]
@@ -77,75 +83,29 @@ class Catalog:
         began = time.monotonic()
         if began < self._scan_again_at:
             return
-        found = _find_runs(self.folder, _MAX_DEPTH)
-        for storage in found:
-            if storage.uri not in self._numbers:
-                with self._lock:
-                    self._numbers[storage.uri] = len(self._storages)
-                    self._storages.append(storage)
-        self._present = [self._numbers[storage.uri] for storage in found]
+        found = list(find_runs(self.folder))
+        with self._lock:
+            for folder in found:
+                self._runs.setdefault(folder.uri, _Listed(len(self._runs), folder, StateReader(folder)))
+        self._present = [self._runs[folder.uri] for folder in found]
         ended = time.monotonic()
         took_s = ended - began
         self._scan_again_at = ended + (9 * took_s if took_s > _SLOW_S else 0.0)
 
-    def _describe(self, number: int) -> dict[str, Any] | None:
-        if number in self._described:
-            read_at, known = self._described[number]
-            if known["state"] in _ENDED or (known["state"] in _RARE and time.monotonic() - read_at < _RARE_S):
-                return known
-        storage = self._storages[number]
-        found: dict[str, Any] = {"id": number, "name": run_label(storage)}
-        try:
-            found |= _read_state(storage)
-        except CheckpointNotFoundError:  # it was deleted
-            return None
-        except (RaySGDError, OSError, ValueError, LookupError, TypeError):
-            found |= {"state": "unreadable", "started": 0.0, "updated": 0.0}
-        self._described[number] = time.monotonic(), found
-        return found
 
-
-def _find_runs(folder: Storage, depth: int) -> list[Storage]:
-    """Return the runs below a folder. Folders that cannot be read are skipped."""
+def _describe(run: _Listed) -> dict[str, Any] | None:
+    """Return what the list shows of a run; None if it was deleted."""
+    if run.shown is not None and time.monotonic() < run.again_at:
+        return run.shown
+    shown: dict[str, Any] = {"id": run.number, "name": run_name(run.folder)}
     try:
-        names = folder.list_names()
-        if any(name.startswith("events") and name.endswith(".jsonl") for name in names):
-            return [folder]
-        below = [folder.child(name) for name in names if not name.startswith(".") and folder.is_folder(name)]
-    except RaySGDError:
-        return []
-    return [run for child in below for run in _find_runs(child, depth - 1)] if depth else []
-
-
-def _read_state(storage: Storage) -> dict[str, Any]:
-    """Return a run's state, its start and its last event, from the begin and the end of its journal."""
-    (names, _), _ = journal_files(storage)
-    first = _lines(storage, names[0], is_end=False)[:1]
-    started = event_frame(first[0]).data.get("timestamp", 0.0) if first else 0.0
-    state, updated = "", started
-    for line in reversed(_lines(storage, names[-1], is_end=True)):
-        frame = event_frame(line)
-        if frame.kind == frames.RUN_END:
-            state = state or str(frame.data.get("kind", "done"))
-        elif frame.kind == frames.EVENT:
-            if frame.data["kind"] in ("paused", "resumed") and not state:
-                state = "paused" if frame.data["kind"] == "paused" else "live"
-            updated = max(updated, frame.data["timestamp"])
-    if state in ("", "live"):
-        state = "live" if time.time() - updated < SILENT_S else "silent"
-    return {"state": state, "started": started, "updated": updated}
-
-
-def _lines(storage: Storage, name: str, *, is_end: bool) -> list[bytes]:
-    """Return whole lines of the begin or the end of a file."""
-
-    def read(file: BinaryIO) -> bytes:
-        if not is_end:
-            return bytes(file.read(_TAIL_BYTES))
-        size = file.seek(0, 2)
-        file.seek(max(0, size - _TAIL_BYTES))
-        data = bytes(file.read())
-        return data if size <= _TAIL_BYTES else data.partition(b"\n")[2]
-
-    data = storage.read_with(name, read)
-    return [line for line in data[: data.rfind(b"\n") + 1].split(b"\n") if line]
+        found = run.states.read()
+        shown |= {"state": found.state, "iteration": found.iteration}
+        shown |= {"started": found.started_s, "updated": found.ended_s}
+    except CheckpointNotFoundError:
+        return None
+    except (RaySGDError, OSError):
+        run.states = StateReader(run.folder)  # the next time it is read from the beginning
+        shown |= {"state": "unreadable", "iteration": 0, "started": 0.0, "updated": 0.0}
+    run.shown, run.again_at = shown, time.monotonic() + _AGAIN_S.get(shown["state"], 0.0)
+    return shown

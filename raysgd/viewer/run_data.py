@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import json
 import threading
-import time
 from array import array
 from collections.abc import Mapping
 from typing import Any
@@ -16,14 +15,14 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import read_description, reading
-from raysgd.controller.journal.tail import JournalTail
 from raysgd.controller.rounds import RoundMerger, check_reduce
 from raysgd.result import Result
+from raysgd.runs.finding import run_name
+from raysgd.runs.state import state_by_files
+from raysgd.runs.tail import JournalTail
 from raysgd.viewer.columns import Columns, encode
 from raysgd.viewer.timeline import Timeline
 
-#: Seconds without a new frame after which a run without an end is no longer called live. Workers send samples every 2 s.
-SILENT_S = 60.0
 #: Points of a curve of a worker's load. Older ones are thinned out, every second one at a time.
 MAX_SAMPLES = 1000
 #: Values of single ranks in a file, over all curves. Where there are more, each curve has fewer points.
@@ -182,11 +181,8 @@ class RunData:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def _state(self) -> str:
-        if self._end is not None:
-            return str(self._end.get("kind", "done"))
-        if self._is_paused:
-            return "paused"
-        return "live" if time.time() - self._last_time < SILENT_S else "silent"
+        outcome = None if self._end is None else str(self._end.get("kind", "done"))
+        return state_by_files(outcome, is_paused=self._is_paused, last_s=self._last_time)
 
     def _first_changed(self, after: int) -> int | None:
         """Return the place of the first row that a frame after this one changed; None: there is none."""
@@ -212,7 +208,7 @@ class RunData:
         description = self._description or {}
         settings = {name: value for name, value in description.items() if name not in _NOT_SETTINGS}
         return {
-            "name": run_label(self._storage),
+            "name": run_name(self._storage),
             "run_dir": self._storage.path_of(""),
             "started": description.get("started") or self._first_time,
             "config": as_texts(description.get("config", {})),
@@ -272,11 +268,6 @@ class Samples:
         """Return the columns that have any value."""
         found = {name: encode(column) for name, column in self._loads.items() if any(v == v for v in column)}
         return {"time": encode(self._times, is_time=True), **found}
-
-
-def run_label(storage: Storage) -> str:
-    """Return a run's name for people: the names of its Trainer and of its folder."""
-    return "/".join(storage.path_of("").rstrip("/").split("/")[-2:])
 
 
 def as_texts(tree: Any) -> dict[str, str]:

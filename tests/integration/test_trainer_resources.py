@@ -30,8 +30,8 @@ def test_resources_are_taken_as_requested_and_released(ray_cluster: Any, tmp_pat
     with make_trainer(tmp_path, 2, placement_strategy="STRICT_PACK", **settings) as trainer:
         lines = repr(trainer).splitlines()
         assert lines[0] == "Trainer: 2 x none worker (0.5 CPU + 1.5 licence)"
-        assert lines[2].split() == ["worker", "node", "CPU", "GPU", "licence"]
-        assert lines[4].split() == ["0", "-", "0.5", "0", "1.5"]
+        assert lines[1].split() == ["worker", "node", "CPU", "GPU", "licence"]
+        assert lines[3].split() == ["0", "-", "0.5", "0", "1.5"]
         assert lines[-1].split() == "total of the cluster 1 of 8 0 of 0 3 of 4".split()
 
         processes = pids(trainer)
@@ -41,9 +41,9 @@ def test_resources_are_taken_as_requested_and_released(ray_cluster: Any, tmp_pat
         assert "STRICT_PACK" in strategies_in_use()
 
         node = f"{os.uname().nodename} ({ray.util.get_node_ip_address()})"
-        assert repr(trainer).splitlines()[5].split() == ["1", *node.split(), "0.5", "0", "1.5"]
+        assert repr(trainer).splitlines()[4].split() == ["1", *node.split(), "0.5", "0", "1.5"]
         html = trainer._repr_html_()
-        assert html.count(f"<td>{node}</td>") == 2 and "<th>1 of 8</th>" in html
+        assert html.count(node) == 2 and "1 of 8" in html
     assert asked == {"licence": 1.5}
     assert state.leftovers() == []
     assert are_gone(processes)
@@ -55,7 +55,7 @@ def test_repr_leaves_out_nodes_when_the_controller_does_not_answer(ray_cluster: 
         controller = controller_pid()
         os.kill(controller, signal.SIGSTOP)
         try:
-            assert repr(trainer).splitlines()[4].split() == ["0", "-", "1", "0"]
+            assert repr(trainer).splitlines()[3].split() == ["0", "-", "1", "0"]
         finally:
             os.kill(controller, signal.SIGCONT)
 

@@ -180,7 +180,7 @@ AREAS: dict[str, Area] = {
         ),
     ),
     "command": Area(
-        ("raysgd/cli", "raysgd/viewer"),
+        ("raysgd/cli", "raysgd/runs", "raysgd/viewer"),
         (
             "docs/test_command.py",
             "docs/test_scripts.py",

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from raysgd.trainer.run_folder import LoadedRun, load_run
+from raysgd.viewer.loaded_run import LoadedRun, load_run
 
 
 class RunFolder:

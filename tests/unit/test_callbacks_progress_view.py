@@ -176,7 +176,7 @@ def test_a_history_is_bounded_and_keeps_the_whole_run() -> None:
     assert means[0] < 5_000
     assert means[-1] > 95_000
     assert (history.smallest, history.largest) == (0.0, 99_999.0)
-    line = sparkline(history, width=20)
+    line = sparkline(history.means(), width=20)
     assert (line[0], line[-1], len(line)) == ("▁", "█", 20)
 
 
@@ -185,7 +185,7 @@ def test_any_history_has_a_sparkline(values: list[float]) -> None:
     history = History()
     for value in values:
         history.add(value)
-    assert len(sparkline(history, width=32)) == min(len(values), 32)
+    assert len(sparkline(history.means(), width=32)) == min(len(values), 32)
 
 
 def test_results_between_two_drawings_are_bounded(run: Run) -> None:

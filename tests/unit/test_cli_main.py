@@ -120,4 +120,4 @@ def test_tables_have_colours_on_a_terminal_alone(tmp_path: Path) -> None:
                 shown += part
         assert process.wait() == 0
     os.close(reader)
-    assert b"\x1b[33munfinished" in shown
+    assert b"\x1b[33msilent" in shown

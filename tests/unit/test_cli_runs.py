@@ -8,17 +8,21 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.cli import cluster
 from raysgd.cli.main import main
-from raysgd.cli.runs.finding import find_run, open_folder, read_state, with_live
+from raysgd.cli.runs.finding import find_run, with_live
 from raysgd.cli.runs.logs import clean
+from raysgd.controller.journal import journal
 from raysgd.errors import ConfigError
 from raysgd.result import RunStatus
+from raysgd.runs.state import StateReader, read_state
 from support import command
 from support.run_folders import RunFolder, two_ranks
 
@@ -73,7 +77,7 @@ def test_ls_shows_all_runs_of_a_storage_path_newest_first(run: Run, runs: Path) 
     head, _, *rows = rows_of(out)
     assert head == ["run", "state", "iteration", "metric", "workers", "age"]
     assert [row[:4] for row in rows] == [
-        ["exp/run_002", "unfinished", "1", "loss=3.0"],
+        ["exp/run_002", "silent", "1", "loss=3.0"],
         ["other/run_001", "done", "2", "loss=3.75"],
         ["exp/run_001", "done", "2", "loss=3.0"],
     ]
@@ -136,7 +140,7 @@ def test_a_damaged_file_of_a_run_is_named(
 def test_ls_prints_json(run: Run, runs: Path) -> None:
     found = json.loads(run("ls", "runs", "--json")[1])
     assert [(one["name"], one["state"], one["iteration"]) for one in found] == [
-        ("exp/run_002", "unfinished", 1),
+        ("exp/run_002", "silent", 1),
         ("other/run_001", "done", 2),
         ("exp/run_001", "done", 2),
     ]
@@ -150,13 +154,16 @@ def test_ls_prints_json(run: Run, runs: Path) -> None:
     ),
     st.integers(1, 3),
     st.sampled_from([{}, {"loss": "mean"}]),
+    st.sampled_from([16, 100, 65536]),
 )
 def test_last_round_is_that_of_the_whole_journal(
-    tmp_path_factory: pytest.TempPathFactory, attempts: Any, batch: int, reduce: dict[str, str]
+    tmp_path_factory: pytest.TempPathFactory, attempts: Any, batch: int, reduce: dict[str, str], block: int
 ) -> None:
-    """It is read from the ends of the files where that is enough."""
+    """It is read from the ends of the files where that is enough, at once or as the files grow."""
     run = RunFolder(tmp_path_factory.mktemp("runs") / "run_001")
     run.describe(reduce=reduce)
+    folder = Storage.from_uri(run.path)
+    growing = StateReader(folder)
     for number, (counts, is_over) in enumerate(attempts, 1):
         run.attempt(number, world_size=len(counts), before=10 * number)
         for first in range(0, max(counts), batch):
@@ -164,12 +171,15 @@ def test_last_round_is_that_of_the_whole_journal(
                 rows = [{"loss": float(100 * rank + step)} for step in range(first, min(first + batch, count))]
                 if rows:
                     run.reports(rank, first, *rows, attempt=number, segment=number)
+            growing.read()
         if is_over or number < len(attempts):
             for rank in range(len(counts)):
                 run.frame("rank_done", attempt=number, rank=rank)
             run.frame("attempt_end", {"keep_rounds": None if is_over else min(counts)}, attempt=number)
     whole = run.load().metrics
-    state = read_state(open_folder(str(run.path)))
+    with mock.patch.object(journal, "_BLOCK_BYTES", block):
+        state = read_state(folder)
+        assert growing.read() == state
     expected = dict(whole.iloc[-1]) if len(whole) else {}
     names = [name for name in expected if name != "time_this_iter_s"]
     assert {name: state.metrics[name] for name in names} == {name: expected[name] for name in names}
@@ -203,7 +213,7 @@ def test_live_runs_have_the_state_that_the_cluster_says(runs: Path) -> None:
     merged = with_live(states, trainers)
     assert [(one.name, one.state, one.alias, one.iteration) for one in merged] == [
         ("far/run_005", "running", None, 3),
-        ("exp/run_002", "recovering", "exp", 7),
+        ("exp/run_002", "recovering", "exp", 1),
         ("exp/run_001", "done", None, 2),
     ]
     assert merged[1].metrics["loss"] == 3.0 and merged[1].num_failures == 1

@@ -22,7 +22,7 @@ from raysgd.controller.journal.journal import Journal, stored_frames
 from raysgd.controller.run.run_files import RunFiles
 from raysgd.controller.run_plan import SEQ_GAP, AttemptRecord, build_previous_state
 from raysgd.controller.states import Outcome
-from raysgd.trainer.run_folder import load_run
+from raysgd.viewer.loaded_run import load_run
 
 
 @pytest.fixture(params=["disk", "object store"])

@@ -13,12 +13,12 @@ import pytest
 
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.controller.frames import Frame
-from raysgd.controller.journal.tail import JournalTail
 from raysgd.errors import CheckpointNotFoundError
-from raysgd.trainer.run_folder import load_run
+from raysgd.runs.tail import JournalTail
 from raysgd.viewer import page, run_data
 from raysgd.viewer.catalog import Catalog
 from raysgd.viewer.columns import encode
+from raysgd.viewer.loaded_run import load_run
 from raysgd.viewer.page import write_file, write_frame
 from raysgd.viewer.run_data import RunData, as_texts
 from support.journals import STARTED, WrittenRun

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import io
 import logging
 import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
+from raysgd._util.tables import as_html, as_text
 from raysgd.callbacks.progress.state import ProgressState
 from raysgd.result import Event, Result, RunInfo
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 _NOTEBOOK_WIDTH = 110
-_HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace">{code}</pre>'
 
 
 class LogStreams:
@@ -189,12 +188,8 @@ class NotebookScreen:
 
 def mime_bundle(renderable: RenderableType) -> dict[str, str]:
     """Render as HTML and as text, for a notebook."""
-    from rich.console import Console
-
-    console = Console(record=True, file=io.StringIO(), width=_NOTEBOOK_WIDTH, height=100, force_jupyter=False)
-    console.print(renderable)
-    html = console.export_html(inline_styles=True, code_format=_HTML, clear=False)
-    return {"text/html": html, "text/plain": console.export_text()}
+    draw = {"text/html": as_html, "text/plain": as_text}
+    return {kind: write(renderable, width=_NOTEBOOK_WIDTH) for kind, write in draw.items()}
 
 
 def _console(file: TextIO | None) -> Console:

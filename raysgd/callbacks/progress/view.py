@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from raysgd.callbacks.progress.state import History, Snapshot
+from raysgd.callbacks.progress.state import Snapshot
 from raysgd.callbacks.values import clip, duration, is_finite, short, size, time_span
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -78,7 +78,7 @@ def metrics_table(snapshot: Snapshot, max_rows: int, width: int, *, spark: bool)
         history = snapshot.histories.get(name)
         cells = [name, short(snapshot.metrics[name])]
         if history is not None:
-            cells += [short(history.smallest), short(history.largest), sparkline(history, spark_width)]
+            cells += [short(history.smallest), short(history.largest), sparkline(history.means(), spark_width)]
         table.add_row(*map(Text, cells[: len(table.columns)]))
     if hidden:
         table.add_row(Text(f"and {hidden} more", style="dim"))
@@ -98,9 +98,8 @@ def workers_table(workers: Sequence[dict[str, Any]], max_rows: int, console: Con
     return table
 
 
-def sparkline(history: History, width: int) -> str:
-    """Draw a history as bars of block characters, oldest at the left."""
-    values = history.means()
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw finite values as bars of block characters, oldest at the left; the mean of each stretch where there are more."""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
         groups = [values[start:end] for start, end in itertools.pairwise(edges)]

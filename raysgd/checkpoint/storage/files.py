@@ -155,6 +155,10 @@ class Files(abc.ABC):
         """Return the names directly in a folder, unsorted; empty if there is no such folder."""
 
     @abc.abstractmethod
+    def list_folders(self, name: str) -> list[str]:
+        """Return those of `list_names` that are folders, and no symbolic links."""
+
+    @abc.abstractmethod
     def make_dirs(self, name: str) -> None:
         """Make a folder and its parents, unless they exist."""
 
@@ -218,6 +222,13 @@ class LocalFiles(Files):
     def list_names(self, name: str) -> list[str]:
         try:
             return os.listdir(self._path(name))
+        except FileNotFoundError:
+            return []
+
+    def list_folders(self, name: str) -> list[str]:
+        try:
+            with os.scandir(self._path(name)) as found:
+                return [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             return []
 
@@ -342,8 +353,10 @@ class ArrowFiles(Files):
         return FileInfo(size=0 if is_folder else int(found.size), is_folder=is_folder)
 
     def list_names(self, name: str) -> list[str]:
-        selector = arrow_fs().FileSelector(self._path(name), allow_not_found=True, recursive=False)
-        return [found.base_name for found in self._fs.get_file_info(selector)]
+        return [found.base_name for found in self._list(name)]
+
+    def list_folders(self, name: str) -> list[str]:
+        return [found.base_name for found in self._list(name) if found.type == arrow_fs().FileType.Directory]
 
     def make_dirs(self, name: str) -> None:
         self._fs.create_dir(self._path(name), recursive=True)
@@ -353,6 +366,10 @@ class ArrowFiles(Files):
 
     def delete_dir(self, name: str) -> None:
         self._fs.delete_dir(self._path(name))
+
+    def _list(self, name: str) -> list[Any]:
+        selector = arrow_fs().FileSelector(self._path(name), allow_not_found=True, recursive=False)
+        return list(self._fs.get_file_info(selector))
 
     def _open_output(self, name: str) -> Any:
         path = self._path(name)

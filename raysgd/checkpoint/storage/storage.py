@@ -6,6 +6,7 @@ Knows nothing of checkpoints, whose layout is in `raysgd.checkpoint.store`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import functools
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar, final
+from urllib.parse import quote
 
 from raysgd._util.redact import redact_uri
 from raysgd.checkpoint.storage.files import (
@@ -180,9 +182,19 @@ class Storage:
         """Return a folder below this one; it need not exist."""
         for component in components:
             check_name(component, "folder")
+        return self.below("/".join(components))
+
+    def below(self, path: str) -> Storage:
+        """Return a folder below this one by its relative path, whose names need not be such as raysgd gives.
+
+        Raises:
+            ConfigError: The path leads out of this folder, or has a name that no folder can have.
+        """
+        check_relative_path(path, "folder")
         head, mark, query = self.uri.partition("?") if not self.is_local else (self.uri, "", "")
-        uri = "/".join([head.rstrip("/"), *components]) + mark + query
-        return Storage(self._fs, "/".join([self._files.root, *components]), uri=uri, retry=self._retry)
+        name = path if self.is_local else quote(path, safe="/=+,:@")
+        uri = f"{head.rstrip('/')}/{name}{mark}{query}"
+        return Storage(self._fs, f"{self._files.root}/{path}", uri=uri, retry=self._retry)
 
     def parent(self) -> Storage:
         """Return the folder that this one is in."""
@@ -273,6 +285,14 @@ class Storage:
     def list_names(self, name: str = "") -> list[str]:
         """Return the sorted names in this folder, or in one below it; empty if the folder does not exist."""
         return sorted(self._run("list", name, self._files.list_names))
+
+    def list_folders(self) -> list[Storage]:
+        """Return the folders in this folder, sorted by name. Symbolic links are left out, and names that are not text."""
+        found = []
+        for name in sorted(self._run("list", "", self._files.list_folders)):
+            with contextlib.suppress(ConfigError):
+                found.append(self.below(name))
+        return found
 
     def make_dirs(self) -> None:
         """Make this folder. Writing a file makes it too; this is for callers that want to fail early."""

@@ -20,12 +20,16 @@ from raysgd.cli.console import (
     print_table,
     storage_flag,
 )
-from raysgd.cli.runs.finding import RunState, existing_folder, find_run, read_state, read_states, with_live
+from raysgd.cli.runs.finding import existing_folder, find_run, with_live
 from raysgd.config.argument_names import nearest
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, RaySGDError
+from raysgd.result import ENDED, LIVE
+from raysgd.runs.finding import find_runs
+from raysgd.runs.state import RunState, read_state
 
 if TYPE_CHECKING:
-    from raysgd.trainer.run_folder import Difference
+    from raysgd.checkpoint.storage.storage import Storage
+    from raysgd.runs.comparing import Difference
 
 _NUM_EVENTS = 5
 #: Events that say how a run goes; others are many, or are shown in another way.
@@ -72,15 +76,16 @@ def list_command(
     place = existing_folder(folder or storage_path)
     if folder is not None and not place.exists():
         raise ConfigError(f"there is no folder {folder}; give one that holds runs, or none for {storage_path}.")
-    states, problems = read_states(place)
-    if cluster.connect(address) is not None:
-        states = with_live(states, cluster.live_trainers())
+    states, problems = _read_states(place)
+    trainers = cluster.live_trainers() if cluster.connect(address) is not None else []
+    states = with_live(states, trainers)
     if only_live:
-        states = [state for state in states if state.state in _LIVE]
+        shown = {trainer.status.run_dir for trainer in trainers if trainer.status is not None}
+        states = [state for state in states if state.state in LIVE and state.run_dir in shown]
     for problem in problems:
         print_error(problem)
-    if metric is not None and states and all(state.metric(metric) is None for state in states):
-        known = sorted({name for state in states for name in state.metric_names()})
+    if metric is not None and states and not any(metric in state.own_metrics for state in states):
+        known = sorted({name for state in states for name in state.own_metrics})
         print_error(f"no run has a metric {metric}{nearest(metric, known)}.")
     if as_json:
         print_json([state.to_json() for state in states])
@@ -92,15 +97,23 @@ def list_command(
     return SUCCEEDED
 
 
-_LIVE = ("starting", "running", "recovering", "paused", "ending")
+def _read_states(folder: Storage) -> tuple[list[RunState], list[str]]:
+    """Read the states of all runs in a folder, newest first; return them, and a line for each that cannot be read."""
+    states: list[RunState] = []
+    problems: list[str] = []
+    for run in find_runs(folder, problems):
+        try:
+            states.append(read_state(run))
+        except RaySGDError as error:  # such as damaged files
+            problems.append(f"{run.path_of('')} cannot be read: {error}")
+    return sorted(states, key=lambda state: state.started_s, reverse=True), problems
 
 
 def _row(state: RunState, metric: str | None) -> Sequence[Any]:
-    from raysgd.callbacks.values import short
+    from raysgd.callbacks.values import is_number, short
 
-    name = metric or state.first_metric()
-    value = None if name is None else state.metric(name)
-    shown = None if value is None else f"{name}={short(value)}"
+    name = metric or next((name for name, value in state.own_metrics.items() if is_number(value)), "")
+    shown = f"{name}={short(state.own_metrics[name])}" if name in state.own_metrics else None
     return state.name, state.state, state.iteration, shown, state.world_size or None, age(state.started_s)
 
 
@@ -116,7 +129,7 @@ def status_command(run: str, storage_path: str, address: str | None, as_json: bo
     """Show the state of RUN: a folder, a name in the storage path, or the name of a detached Trainer."""
     folder = find_run(run, storage_path, address)
     state = read_state(folder)
-    if state.state == "unfinished" and cluster.connect(address) is not None:
+    if state.state not in ENDED and cluster.connect(address) is not None:
         state = next(each for each in with_live([state], cluster.live_trainers()) if each.run_dir == state.run_dir)
     checkpoints = _checkpoints(folder)
     if as_json:
@@ -132,12 +145,9 @@ def status_command(run: str, storage_path: str, address: str | None, as_json: bo
 
 
 def _facts(state: RunState, checkpoints: list[str]) -> list[tuple[str, Any]]:
-    from raysgd._util.metric_names import flatten
     from raysgd.callbacks.values import duration, short
-    from raysgd.result import AUTOMATIC_KEYS
 
-    values = {name: value for name, value in flatten(state.metrics).items() if name not in AUTOMATIC_KEYS}
-    is_over = state.state not in (*_LIVE, "unfinished")
+    is_over = state.state in ENDED
     length_s = (state.ended_s if is_over else time.time()) - state.started_s
     facts: list[tuple[str, Any]] = [
         ("run", state.name),
@@ -146,14 +156,14 @@ def _facts(state: RunState, checkpoints: list[str]) -> list[tuple[str, Any]]:
         ("started", f"{age(state.started_s)} ago"),
         ("took" if is_over else "age", duration(length_s)),
         ("iteration", state.iteration),
-        ("metrics", "  ".join(f"{name}={short(value)}" for name, value in values.items()) or None),
+        ("metrics", "  ".join(f"{name}={short(value)}" for name, value in state.own_metrics.items()) or None),
         ("workers", f"{state.world_size} x {state.description.get('backend', '?')}"),
         ("failures", state.num_failures),
         ("checkpoints", f"{len(checkpoints)}, newest {checkpoints[-1]}" if checkpoints else 0),
     ]
     if state.alias is not None:
         facts.append(("attach", f"raysgd attach {state.alias}"))
-    if state.state == "unfinished":
+    if state.state in ("live", "silent"):
         facts.append(("", "it has no end and is not live in a cluster that was asked: live in another one, or lost"))
     return facts
 
@@ -191,8 +201,8 @@ def compare_command(a: str, b: str, rel_tol: float, ignore: tuple[str, ...], sto
 
     Exit status 1 if they differ. Times are left out.
     """
-    first, second = (find_run(each, storage_path).uri for each in (a, b))  # before pandas is imported
-    from raysgd.trainer.run_folder import compare_runs
+    first, second = (find_run(each, storage_path).uri for each in (a, b))
+    from raysgd.runs.comparing import compare_runs
 
     found = compare_runs(first, second, rel_tol=rel_tol, ignore=ignore)
     if as_json:

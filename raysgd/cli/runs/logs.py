@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -28,13 +28,12 @@ from raysgd.cli.console import (
     storage_flag,
     whole_number,
 )
-from raysgd.cli.runs.finding import find_run, read_events
+from raysgd.cli.runs.finding import find_run
 from raysgd.cli.script import MARK
 from raysgd.errors import ConfigError
 from raysgd.result import Event
-
-if TYPE_CHECKING:
-    from raysgd.checkpoint.storage.storage import Storage
+from raysgd.runs.reading import outcome_of
+from raysgd.runs.state import StateReader
 
 #: Seconds between two looks at the files of a live run.
 _INTERVAL_S = 0.3
@@ -225,8 +224,7 @@ def command(
     The output is in files of Ray on the workers' nodes, which Ray keeps as long as the cluster runs, and often longer. Exit
     status 1 if some of it is gone.
     """
-    folder = find_run(run, storage_path, address)
-
+    events = StateReader(find_run(run, storage_path, address))
     asked = {"rank": rank, "stream": stream, "attempt": attempt}
 
     def find(events: Sequence[Event]) -> list[Part]:
@@ -236,14 +234,14 @@ def command(
             if all(value in (None, getattr(one, name)) for name, value in asked.items())
         ]
 
-    events = read_events(folder)
-    parts = find(events)
-    if not parts and (not follow or _is_over(events)):
-        raise ConfigError(_explain_nothing(run, events, asked))
+    events.update()
+    parts = find(events.events)
+    if not parts and (not follow or outcome_of(events.events)):
+        raise ConfigError(_explain_nothing(run, events.events, asked))
     show = _show_json if as_json else _Shower(is_single=rank is not None)
     lines = Lines(Reader(address))
     if follow:
-        _follow(folder, lines, show, find)
+        _follow(events, lines, show, find)
     else:
         for part in parts:
             for line in lines.take(part, is_last=True):
@@ -254,16 +252,16 @@ def command(
 
 
 def _follow(
-    folder: Storage,
+    events: StateReader,
     lines: Lines,
     show: Callable[[Part, str], None],
     find: Callable[[Sequence[Event]], list[Part]],
 ) -> None:
     """Show lines as they come, until the run has ended."""
     while True:
-        events = read_events(folder)
-        is_over = _is_over(events)
-        for part in find(events):
+        events.update()
+        is_over = outcome_of(events.events) is not None
+        for part in find(events.events):
             for line in lines.take(part, is_last=is_over or part.end is not None):
                 show(part, line)
         if is_over:
@@ -271,12 +269,8 @@ def _follow(
         time.sleep(_INTERVAL_S)
 
 
-def _is_over(events: Sequence[Event]) -> bool:
-    return any(event.kind == "run_end" for event in events)
-
-
 def _explain_nothing(run: str, events: Sequence[Event], asked: Mapping[str, Any]) -> str:
-    if not _is_over(events) and not any(event.kind == "entered" for event in events):
+    if outcome_of(events) is None and not any(event.kind == "entered" for event in events):
         return f"no worker of {run} has entered train_func yet; `raysgd logs -f` waits for that."
     if not any("output" in event.data for event in events):
         return (

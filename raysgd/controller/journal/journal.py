@@ -27,17 +27,19 @@ a line of an events file the key ``nonfinite``, which says where they were, by k
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from raysgd._util.json import put_nonfinite, take_nonfinite
 from raysgd._util.redact import redact, redact_texts
+from raysgd.checkpoint.links import run_names
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
@@ -54,8 +56,9 @@ _SEQ = re.compile(rb'\{"seq":(\d+),')
 _SEQ_BYTES = 32
 _EVENTS_FILE = re.compile(r"events(-\d+)?\.jsonl")
 _METRICS_FILE = re.compile(r"metrics-\d+\.jsonl")
-_RUN_FOLDER = re.compile(r"run_[0-9]+")
 _MAX_NAMED = 6
+#: Bytes at the end of a file that are read at once.
+_BLOCK_BYTES = 64 << 10
 #: Bytes of a damaged line that a message shows.
 _MAX_QUOTED = 40
 
@@ -315,12 +318,13 @@ def stored_frames(storage: Storage) -> list[Frame]:
         CheckpointNotFoundError: The folder is not a run's folder.
         CheckpointCorruptError: A file is damaged.
     """
-    return sorted(_read_frames(storage, journal_files(storage)), key=lambda frame: frame.seq)
-
-
-def stored_events(storage: Storage) -> list[Frame]:
-    """Return all frames in a run's folder except reports, in their order. Errors as for `stored_frames`."""
-    return sorted(_read_frames(storage, journal_files(storage)[:1]), key=lambda frame: frame.seq)
+    found = [
+        parse_line(line, to_frame, storage.path_of(name))
+        for names, to_frame in journal_files(storage)
+        for name in names
+        for line in _whole_lines(storage.read_bytes(name))
+    ]
+    return sorted(found, key=lambda frame: frame.seq)
 
 
 def journal_files(storage: Storage) -> list[tuple[list[str], Callable[[bytes], Frame]]]:
@@ -336,13 +340,6 @@ def journal_files(storage: Storage) -> list[tuple[list[str], Callable[[bytes], F
             f"{storage.path_of('')} is not a run's folder: it has no events.jsonl{suggest_run(storage)}"
         )
     return [(events, event_frame), (list(filter(_METRICS_FILE.fullmatch, names)), report_frame)]
-
-
-def _read_frames(storage: Storage, files: Iterable[tuple[list[str], Callable[[bytes], Frame]]]) -> Iterator[Frame]:
-    for names, to_frame in files:
-        for name in names:
-            for line in _whole_lines(storage.read_bytes(name)):
-                yield parse_line(line, to_frame, storage.path_of(name))
 
 
 def parse_line(line: bytes, to_frame: Callable[[bytes], Frame], where: str) -> Frame:
@@ -403,13 +400,35 @@ def read_description(storage: Storage) -> dict[str, Any]:
 def last_reports(storage: Storage) -> Iterator[Frame]:
     """Yield the frames of the newest reports in a run's folder, newest first: those in its last two files."""
     for name in sorted(filter(_METRICS_FILE.fullmatch, storage.list_names()))[-2:][::-1]:
-        for line in reversed(_whole_lines(storage.read_bytes(name))):
+        for line in _lines_from_end(storage, name):
             yield parse_line(line, report_frame, storage.path_of(name))
+
+
+def _lines_from_end(storage: Storage, name: str) -> Iterator[bytes]:
+    """Yield the complete lines of a file, the last one first. It is read in blocks, as far as lines are asked for."""
+    end = storage.size(name)
+    begun, is_torn = b"", True  # the end of a line that begins in an earlier block; whether it has no end
+    while end > 0:
+        begin = max(0, end - _BLOCK_BYTES)
+        block = storage.read_with(name, functools.partial(_read_range, begin, end))
+        begun, *lines = (block + begun).split(b"\n")
+        if lines and is_torn:  # a crash may have cut off the last line
+            lines.pop()
+            is_torn = False
+        yield from filter(None, reversed(lines))
+        end = begin
+    if begun and not is_torn:
+        yield begun
+
+
+def _read_range(begin: int, end: int, file: BinaryIO) -> bytes:
+    file.seek(begin)
+    return bytes(file.read(end - begin))
 
 
 def suggest_run(folder: Storage) -> str:
     """Return the end of a sentence about a folder that is not a run's: the runs in it, if it is a Trainer's folder."""
-    runs = sorted((name for name in folder.list_names() if _RUN_FOLDER.fullmatch(name)), key=lambda name: int(name[4:]))
+    runs = run_names(folder)
     if not runs:
         return "." if folder.exists() else ", and does not exist."
     shown = ", ".join(runs if len(runs) <= _MAX_NAMED else [*runs[:2], "...", *runs[-2:]])

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from raysgd.checkpoint.format.manifest import Manifest
-from raysgd.checkpoint.links import CheckpointLinks
+from raysgd.checkpoint.links import CheckpointLinks, run_names
 from raysgd.checkpoint.storage.storage import Retry, Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.controller import frames
@@ -207,7 +207,7 @@ class RunFiles:
 def new_run_folder(runs: Storage) -> Storage:
     """Make the next free ``run_NNN`` in a Trainer's folder; a run's folder is never used twice."""
     runs.make_dirs()
-    taken = [int(name[4:]) for name in runs.list_names() if name.startswith("run_") and name[4:].isdigit()]
-    folder = runs.child(f"run_{max(taken, default=0) + 1:03d}")
+    newest = int(taken[-1][4:]) if (taken := run_names(runs)) else 0
+    folder = runs.child(f"run_{newest + 1:03d}")
     folder.make_dirs()
     return folder

@@ -665,7 +665,7 @@ function checkpointSummary(checkpoints, count) {
 
 function showRuns() {
   const runs = [...page.runs.values()];
-  const lastOf = run => { const rows = run.facts ? run.iterations.get() : []; return rows.length ? String(rows[rows.length - 1]) : "–"; };
+  const lastOf = run => { const rows = run.facts ? run.iterations.get() : []; const last = rows.length ? rows[rows.length - 1] : run.iteration; return last ? String(last) : "–"; };
   const startedOf = run => (run.facts ? run.facts.started : run.started);
   fill(byId("runs"), runs.map(run => [run.id, run.name, run.state, run.isSelected, run.style, lastOf(run), startedOf(run), Math.round(run.updated)]), () => {
     if (!runs.length) return h("p", { class: "soft", text: MODE === "live" ? "There are no runs in this folder yet." : "No runs." });
@@ -719,7 +719,7 @@ async function listRuns() {  // returns whether a selected run is gone
   page.runs = new Map();
   for (const found of runs) {
     const run = before.get(found.id) || new Run(found.id, found.name);
-    if (!run.facts) Object.assign(run, { state: found.state, updated: found.updated, started: found.started });
+    if (!run.facts) Object.assign(run, { state: found.state, updated: found.updated, started: found.started, iteration: found.iteration });
     else if (!run.isSelected) run.state = found.state;
     page.runs.set(found.id, run);
   }

@@ -21,17 +21,21 @@ class JournalTail:
     Args:
         storage: The run's folder.
         clock: Returns seconds that only grow.
+        only_events: Leave out reports.
 
     Attributes:
         last_seq: The number of the last frame that was returned; -1 before the first.
         is_closed: The last frame of the run was returned.
     """
 
-    def __init__(self, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, storage: Storage, clock: Callable[[], float] = time.monotonic, *, only_events: bool = False
+    ) -> None:
         self.last_seq = -1
         self.is_closed = False
         self._storage = storage
         self._clock = clock
+        self._only_events = only_events
         self._offsets: dict[str, int] = {}
         self._complete: set[str] = set()
         self._waiting: list[Frame] = []
@@ -47,14 +51,14 @@ class JournalTail:
             CheckpointNotFoundError: The folder is not a run's folder.
             CheckpointCorruptError: A file is damaged.
         """
-        for names, to_frame in journal_files(self._storage):
+        for names, to_frame in journal_files(self._storage)[: 1 if self._only_events else None]:
             for name in names:
                 if name not in self._complete:
                     where = self._storage.path_of(name)
                     self._waiting += [parse_line(line, to_frame, where) for line in self._new_lines(name)]
             self._complete.update(names[:-1])  # only the last file of a kind grows
         self._waiting.sort(key=lambda frame: frame.seq)
-        return list(self._take(is_final))
+        return list(self._take(is_final or self._only_events))
 
     def _new_lines(self, name: str) -> list[bytes]:
         offset = self._offsets.get(name, 0)

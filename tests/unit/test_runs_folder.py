@@ -11,7 +11,8 @@ from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.errors import CheckpointNotFoundError, ConfigError
-from raysgd.trainer.run_folder import compare_runs, load_run
+from raysgd.runs.comparing import compare_runs
+from raysgd.viewer.loaded_run import load_run
 from support.run_folders import RunFolder, two_ranks
 
 
@@ -233,6 +234,14 @@ def test_equal_runs_have_no_difference(pair: Pair) -> None:
     difference = compare_runs(pair[0].path, pair[1].path)
     assert not difference
     assert str(difference) == "equal in all 3 iterations"
+
+
+def test_metric_that_is_nan_in_one_run_and_missing_in_the_other_differs(pair: Pair) -> None:
+    for folder, metrics in zip(pair, ({"loss": 1, "acc": math.nan}, {"loss": 1}), strict=True):
+        folder.attempt(world_size=1)
+        folder.reports(0, 0, metrics)
+    assert str(compare_runs(pair[0].path, pair[1].path)) == "first difference at iteration 1, rank 0: acc: nan != None"
+    assert not compare_runs(pair[0].path, pair[1].path, ignore=("acc",))
 
 
 def test_the_first_difference_is_found_with_its_rank_and_metrics(pair: Pair) -> None:
