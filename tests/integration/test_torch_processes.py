@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from raysgd.backends import torch_transfers
 from raysgd.backends.torch import TorchBackend, TorchConfig
+from raysgd.data.order.handed_out import Passes
 from raysgd.session import context
 from raysgd.session.base import Identity
 from raysgd.session.progress import Progress
@@ -292,6 +293,7 @@ def with_session(deterministic: bool) -> None:
     rank = dist.get_rank()
     session = SimpleNamespace(
         progress=Progress(),
+        passes=Passes(),
         world_rank=rank,
         world_size=WORLD_SIZE,
         identity=Identity(world_rank=rank, world_size=WORLD_SIZE),

@@ -27,6 +27,7 @@ from torch.utils.data import (
 import raysgd.torch
 from raysgd.errors import ConfigError, UsageError
 from raysgd.torch import prepare_data_loader
+from raysgd.torch.evaluation import interleave
 from raysgd.torch.rows import FollowedLoader, skip_batches
 from support.loader_draws import Augmented, Enter, check_augmented_alike, worlds
 from support.project import ROOT
@@ -296,8 +297,8 @@ def batches_by_rank(world: Enter, num_ranks: int, size: int, epoch: int = 0, **s
 
 
 def test_global_batch_that_does_not_divide_is_split_evenly(world: Enter) -> None:
-    assert batches_by_rank(world, 3, 8) == [[[0, 1], [2, 3, 4], [5, 6, 7]], [[8], [9], [10, 11]]]
-    assert batches_by_rank(world, 3, 8, drop_last=True) == [[[0, 1], [2, 3, 4], [5, 6, 7]]]
+    assert batches_by_rank(world, 3, 8) == [[[0, 3, 6], [1, 4, 7], [2, 5]], [[8, 11], [9, 0], [10, 1]]]
+    assert batches_by_rank(world, 3, 8, drop_last=True) == [[[0, 3, 6], [1, 4, 7], [2, 5]]]
     assert batches_by_rank(world, 5, 11)[1] == [[11], [0], [1], [2], [3]], "too few items for all ranks"
 
 
@@ -307,12 +308,11 @@ def test_global_batches_do_not_depend_on_number_of_ranks(num_ranks: int, more: i
     with worlds() as world:
         of_many = batches_by_rank(world, num_ranks, size, epoch, shuffle=shuffle)
         of_one = batches_by_rank(world, 1, size, epoch, shuffle=shuffle)
-    if size % num_ranks:  # otherwise items are split one by one
-        for step, (whole,) in zip(of_many, of_one, strict=True):
-            together = list(chain(*step))
-            assert together[: len(whole)] == whole
-            sizes = [len(part) for part in step]
-            assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+    for step, (whole,) in zip(of_many, of_one, strict=True):
+        assert interleave(step)[: len(whole)] == whole
+        sizes = [len(part) for part in step]
+        assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+        assert sum(sizes) <= size
 
 
 @pytest.mark.parametrize(
