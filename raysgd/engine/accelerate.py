@@ -22,8 +22,8 @@ from raysgd.engine.config import (
     current_engine_config,
     merge_configs,
 )
-from raysgd.engine.optimizer import EngineOptimizer
-from raysgd.engine.precision import LossScale
+from raysgd.engine.model.precision import LossScale
+from raysgd.engine.optimizer.engine_optimizer import EngineOptimizer
 from raysgd.engine.step import Step
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api

@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
-from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.checks import (
     check_hooks,
     check_loss,
@@ -29,11 +28,12 @@ from raysgd.engine.checks import (
 )
 from raysgd.engine.composing import Composed, place_loaded
 from raysgd.engine.config import WITHOUT_OPTIMIZER, EngineConfig
-from raysgd.engine.data_parallel import Mesh
-from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag, scale
-from raysgd.engine.optimizer_calls import OptimizerCalls
-from raysgd.engine.precision import LossScale, overflows
-from raysgd.engine.used_batches import UsedBatches
+from raysgd.engine.data_parallel.replicas import Mesh
+from raysgd.engine.gradients.accumulation import Accumulation
+from raysgd.engine.gradients.clipping import Gradients, HiddenGradients, HostFlag, scale
+from raysgd.engine.gradients.used_batches import UsedBatches
+from raysgd.engine.model.precision import LossScale, overflows
+from raysgd.engine.optimizer.calls import OptimizerCalls
 from raysgd.errors import CheckpointError, UsageError
 from raysgd.session import api, context
 from raysgd.torch.attached import AttachedForward, AttachedHook, differentiable

@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from raysgd.engine.blocks import find_stacks, is_inside
 from raysgd.engine.config import Precision
-from raysgd.engine.planning.tracker import AsOnCuda, Level, StepTracker, key_of, tensors_of
+from raysgd.engine.model.blocks import find_stacks, is_inside
+from raysgd.engine.planning.memory_tracker import AsOnCuda, Level, StepTracker, key_of, tensors_of
 from raysgd.engine.tensor_parallel import check_own_plan, make_tensor_plan
 from raysgd.engine.tensor_parallel.attention import ShardedMultiheadAttention
 from raysgd.engine.tensor_parallel.layers import ColumnLinear, RowLinear

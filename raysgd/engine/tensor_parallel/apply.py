@@ -17,7 +17,7 @@ from raysgd.config.argument_names import nearest
 from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
 from raysgd.engine.tensor_parallel.context import TensorContext
 from raysgd.engine.tensor_parallel.layers import Replicated, Style
-from raysgd.engine.tensor_parallel.plan import TensorPlan
+from raysgd.engine.tensor_parallel.tensor_plan import TensorPlan
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:

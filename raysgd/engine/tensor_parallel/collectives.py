@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raysgd.engine.local_tensors import all_gather, reduce_scatter
+from raysgd.engine.model.local_tensors import all_gather, reduce_scatter
 
 #: Takes this rank's tensor, a dim and the group.
 Collective = Callable[[Tensor, int, dist.ProcessGroup], Tensor]

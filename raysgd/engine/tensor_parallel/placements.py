@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from raysgd.engine.local_tensors import make_dtensor
+from raysgd.engine.model.local_tensors import make_dtensor
 from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
 from raysgd.errors import ConfigError
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.checks import NO_AVERAGES, check_averages
-from raysgd.engine.data_parallel import DataParallel
-from raysgd.engine.local_tensors import local_of, make_data_settable
-from raysgd.engine.optimizer_shards import DividedShards, OptimizerShards
-from raysgd.engine.precision import DTYPES, widen_parameters
+from raysgd.engine.data_parallel.replicas import DataParallel
+from raysgd.engine.gradients.accumulation import Accumulation
+from raysgd.engine.model.local_tensors import local_of, make_data_settable
+from raysgd.engine.model.precision import DTYPES, widen_parameters
+from raysgd.engine.optimizer.shards import DividedShards, OptimizerShards
 from raysgd.engine.tensor_parallel import fsdp_shard_placement
 from raysgd.errors import ConfigError, UsageError
 from raysgd.torch.attached import AttachedHook
