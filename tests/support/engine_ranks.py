@@ -18,9 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import raysgd
 from raysgd.checkpoint.codecs.torch import local_shards
+from raysgd.engine.data_parallel.fully_sharded import fsdp_shard_placement
 from raysgd.engine.model.precision import autocast_forward
 from raysgd.engine.pipeline.pipelined_model import PipelinedModel
-from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, make_tensor_plan
+from raysgd.engine.tensor_parallel import apply_tensor_plan, make_tensor_plan
 from raysgd.errors import UsageError
 from support.engine_models import STEPS, batch, build, differences, full, mesh, plain, split_options, train
 from support.engine_steps import mean_over_ranks, session_of

@@ -28,7 +28,14 @@ from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.gradients.averaging import average_gradients, average_rows, in_buckets
-from raysgd.engine.model.local_tensors import all_gather, local_of, make_data_settable, make_dtensor, place_as
+from raysgd.engine.model.local_tensors import (
+    all_gather,
+    free_dims,
+    local_of,
+    make_data_settable,
+    make_dtensor,
+    place_as,
+)
 from raysgd.errors import UsageError
 from raysgd.torch.restoring import place_like
 
@@ -487,7 +494,4 @@ def _divided_dim(parameter: nn.Parameter) -> int:
     """Return the dim along which data-parallel ranks divide a parameter: one that tensor parallelism leaves, if possible."""
     if not is_dtensor(parameter) or parameter.ndim < 2:
         return 0
-    from torch.distributed.tensor.placement_types import Shard, _StridedShard
-
-    taken = {place.dim for place in parameter.placements if isinstance(place, (Shard, _StridedShard))}
-    return next((dim for dim in range(parameter.ndim) if dim not in taken), 0)
+    return next(iter(free_dims(parameter)), 0)

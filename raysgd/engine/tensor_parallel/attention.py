@@ -75,9 +75,7 @@ class ShardedMultiheadAttention(_Layer):
             weights = [self._tp.local(one) for one in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
         biases: Any = (None, None, None)
         if self.in_proj_bias is not None:
-            parts = self._tp.copy(self._tp.local(self.in_proj_bias)).view(3, -1)
-            width = parts.shape[1] // self._tp.size
-            biases = parts.narrow(1, self._tp.rank * width, width).unbind()
+            biases = self._tp.own_of_fused(self.in_proj_bias, 3).unbind()
         q, k, v = (
             functional.linear(one, weight, bias)
             for one, weight, bias in zip((query, key, value), weights, biases, strict=True)
