@@ -229,15 +229,10 @@ def _split(config: EngineConfig, mesh: Mesh, model: nn.Module) -> PipelinedModel
 def _shard_layers(config: EngineConfig, mesh: Mesh, model: nn.Module, plan: Any) -> None:
     from raysgd.engine.tensor_parallel import apply_tensor_plan, make_tensor_plan
 
-    ranks = mesh()["tp"]
     if plan is None:
         plan = make_tensor_plan(model, config.tensor_parallel, config.sequence_parallel)
-    apply_tensor_plan(model, ranks, plan)
+    apply_tensor_plan(model, mesh()["tp"], plan)
     make_data_settable()
-    # Outside of the tensor-parallel layers, all ranks of a replica draw the same random numbers.
-    seed = torch.tensor(torch.initial_seed() % 2**62, device=device())
-    dist.broadcast(seed, group=ranks.get_group(), group_src=0)
-    torch.manual_seed(int(seed))
 
 
 def _recompute(model: nn.Module, blocks: Iterable[nn.Module]) -> None:

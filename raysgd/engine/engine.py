@@ -175,11 +175,11 @@ class Engine:
 
     def begin_step(self, num_batches: int) -> None:
         """Set how many batches the next step has, in place of ``accumulation_steps``."""
-        self._running().set_num_batches(check_count("begin_step(num_batches)", num_batches, minimum=1))
+        self._running().accumulation.steps = check_count("begin_step(num_batches)", num_batches, minimum=1)
 
     def begin_batch(self, num_rows: int) -> None:
         """Set how many rows of the next batch count, which weigh its gradients; for loops with loaders of their own."""
-        self._running().begin_batch(num_rows)
+        self._running().batches.begin(num_rows)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of a complete step, which are those of its mean loss; call it before they are clipped."""

@@ -301,6 +301,31 @@ def own_plan(kind: str) -> tuple[float, list[str]]:
     return max(float((full(own.grad) - other.grad).abs().max()) for own, other in pairs), odd
 
 
+def scaled_embedding() -> float:
+    """Train Gemma's embedding, which has a buffer, with a user's plan; return the difference of gradients to a plain one."""
+    model, reference = build("gemma3_text"), build("gemma3_text")
+    plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+    apply_tensor_plan(model, mesh(2, 1, 2)["tp"], {**plan, "lm_head": ColwiseParallel(output_layouts=Replicate())})
+    for one in (model, reference):
+        one(**batch("gemma3_text", 0)).loss.backward()
+    theirs = dict(reference.named_parameters())
+    return max(float((full(own.grad) - theirs[name].grad).abs().max()) for name, own in model.named_parameters())
+
+
+def drawn_after_compose() -> tuple[float, float]:
+    """Return the first random number after compose, and what the first rank of the replica would draw without it."""
+    rank = dist.get_rank()
+    model = build("gpt2")
+    torch.manual_seed(rank - rank % 2)
+    torch.rand(3)
+    expected = float(torch.rand(()))
+    torch.manual_seed(rank)
+    torch.rand(3)
+    with session_of(rank, dist.get_world_size(), workers_per_replica=2):
+        raysgd.Engine(tensor_parallel=2).compose(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        return float(torch.rand(())), expected
+
+
 def raised(kind: str, what: str) -> str:
     """Return the message of what a rank raises."""
     plans: dict[str, Any] = {

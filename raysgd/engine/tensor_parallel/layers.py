@@ -129,9 +129,7 @@ class RowLinear(_Layer):
 
 def linear(layer: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute a linear layer: ``nn.Linear``, or the ``Conv1D`` of transformers, whose weight is transposed."""
-    if isinstance(layer, nn.Linear):
-        return functional.linear(hidden, weight, bias)
-    return functional.linear(hidden, weight.t(), bias)
+    return functional.linear(hidden, weight if isinstance(layer, nn.Linear) else weight.t(), bias)
 
 
 class Replicated(_Layer):
