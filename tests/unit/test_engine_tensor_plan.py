@@ -41,7 +41,7 @@ def test_plan_shares_attention_and_feed_forward_layers() -> None:
     assert found[block + "self_attn.o_proj"] == found[block + "mlp.down_proj"] == ROWS
     assert found[block + "self_attn"] == "Region" and found[block + "mlp"] == "Region"
     assert block + "input_layernorm" not in found, "it is replicated"
-    assert found["model.embed_tokens"] == INPUTS_SPLIT and found["lm_head"] == OUTPUTS_GATHERED
+    assert found["model.embed_tokens"] == "VocabularyEmbedding Shard(dim=0)" and found["lm_head"] == OUTPUTS_GATHERED
 
 
 def test_plan_cuts_each_part_of_a_fused_layer() -> None:

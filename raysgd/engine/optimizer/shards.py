@@ -35,6 +35,7 @@ from raysgd.engine.model.local_tensors import (
     make_data_settable,
     make_dtensor,
     place_as,
+    place_gradient,
 )
 from raysgd.errors import UsageError
 from raysgd.torch.restoring import place_like
@@ -294,7 +295,7 @@ class OptimizerShards:
 
     def _collect(self, bucket: _Bucket) -> None:
         for parameter in bucket.parameters:
-            _place_gradient(parameter)
+            place_gradient(parameter)
         self._reduce(bucket)
 
     def _shards(self) -> Iterable[_Shard]:
@@ -476,13 +477,6 @@ def _exchange(optimizer: Optimizer, others: Mapping[torch.Tensor, torch.Tensor])
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and not is_dtensor(value):  # set by the loop, as to reset momenta
                 state[key] = place_like(key, value, each, f"the optimizer's {key}")
-
-
-def _place_gradient(parameter: nn.Parameter) -> None:
-    """Distribute a gradient as its parameter is; that of torch's ``SequenceParallel`` is a part of the sum on each rank."""
-    gradient = parameter.grad
-    if is_dtensor(parameter) and is_dtensor(gradient) and gradient.placements != parameter.placements:
-        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _master_type(tensor: torch.Tensor) -> torch.dtype:

@@ -119,7 +119,8 @@ def apply_tensor_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan | Own
     elif callable(plan):
         _call_function(plan, model, mesh)
     else:
-        here = dict(model.named_modules())  # a stage of a pipeline has some of the model's layers
+        # A stage of a pipeline has some of the model's layers.
+        here = {name: one for name, one in model.named_modules() if not hasattr(one, "is_elsewhere")}
         parallelize_module(model, mesh, {path: style for path, style in plan.items() if match_modules(path, here)})
     _tie_again(ties)
     for module in model.modules():

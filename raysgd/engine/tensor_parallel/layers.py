@@ -1,7 +1,7 @@
 """Layers of a tensor-parallel model for which torch has no style: classes that are mixed into those of the model's own layers.
 
 A layer keeps its class, its name and the names of its parameters, which become DTensors. Only its forward pass changes: it
-computes with this rank's values. Embeddings and output layers have torch's own styles.
+computes with this rank's values. Output layers, and embeddings that are cut by features, have torch's own styles.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -132,6 +133,35 @@ def linear(layer: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None
     return functional.linear(hidden, weight if isinstance(layer, nn.Linear) else weight.t(), bias)
 
 
+class VocabularyEmbedding(_Layer):
+    """An embedding of whose rows each rank has its part: an ``nn.Embedding``, or a class that scales what this returns.
+
+    torch's ``RowwiseParallel`` leaves the gradient of the whole vocabulary on each rank.
+    """
+
+    weight: Tensor
+    padding_idx: int | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self._tp.local(self.weight)
+        first, rows = self._tp.rank * weight.shape[0], weight.shape[0]
+        is_own = (input >= first) & (input < first + rows)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < rows:
+            padding = None
+        embedded = self._embed(torch.where(is_own, input - first, 0), weight, padding)
+        return self._tp.sum(embedded.masked_fill(~is_own.unsqueeze(-1), 0))
+
+    def _embed(self, input: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        if self._tp_class is nn.Embedding:
+            return functional.embedding(input, weight, padding_idx)
+        whole, self.padding_idx = self.padding_idx, padding_idx
+        try:
+            return _call_with({self: {"weight": weight}}, super().forward, input)  # type: ignore[no-any-return]
+        finally:
+            self.padding_idx = whole
+
+
 class Replicated(_Layer):
     """A layer that all ranks compute alike, or on their part of the sequence, or on their own heads.
 
@@ -146,15 +176,7 @@ class Replicated(_Layer):
             return super().forward(*args, **kwargs)
         # A layer with weights of its own may use those of its children too, without calling them.
         layers = [self, *(one for one in self.children() if isinstance(one, Replicated))]
-        values = {one: one._values() for one in layers}
-        own = {one: dict(one._parameters) for one in layers}
-        for layer, found in values.items():
-            layer._parameters.update(found)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            for layer, parameters in own.items():
-                layer._parameters.update(parameters)
+        return _call_with({one: one._values() for one in layers}, super().forward, *args, **kwargs)
 
     def _values(self) -> dict[str, Any]:
         if self._tp_is_inside:
@@ -162,6 +184,20 @@ class Replicated(_Layer):
                 name: self._tp.copy(self._tp.local(one)) for name, one in self._parameters.items() if one is not None
             }
         return {name: self._tp.replicated(one) for name, one in self._parameters.items()}
+
+
+def _call_with(
+    values: Mapping[nn.Module, dict[str, Any]], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a forward pass that finds these values in place of its modules' own parameters."""
+    own = {module: dict(module._parameters) for module in values}
+    for module, found in values.items():
+        module._parameters.update(found)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for module, parameters in own.items():
+            module._parameters.update(parameters)
 
 
 class Region(_Layer):

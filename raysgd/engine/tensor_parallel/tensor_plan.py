@@ -23,6 +23,7 @@ from raysgd.engine.tensor_parallel.layers import (
     RowLinear,
     SequenceBlock,
     Style,
+    VocabularyEmbedding,
 )
 from raysgd.engine.tensor_parallel.structure import (
     BLOCKS,
@@ -184,14 +185,14 @@ class _Planner:
         """
         for path, module in self._vocabulary_layers():
             assert isinstance(module.weight, Tensor)
-            is_by_rows, is_even = (number % self.size == 0 for number in module.weight.shape)
-            if not (is_by_rows or is_even):
-                continue
-            # A linear layer's outputs are its rows, and an embedding's are its columns.
-            if is_by_rows == isinstance(module, nn.Embedding):
-                self.styles[path] = RowwiseParallel(input_layouts=Replicate())
-            else:
+            has_even_rows, has_even_features = (number % self.size == 0 for number in module.weight.shape)
+            is_embedding = isinstance(module, nn.Embedding)
+            if has_even_rows and is_embedding:
+                self._plan_layer(path, VocabularyEmbedding, {"weight": Shard(0)})
+            elif has_even_rows or (has_even_features and is_embedding):
                 self.styles[path] = ColwiseParallel(output_layouts=Replicate())
+            elif has_even_features:
+                self.styles[path] = RowwiseParallel(input_layouts=Replicate())
 
     def _vocabulary_layers(self) -> Iterator[tuple[str, nn.Module]]:
         embeddings = {path: one for path, one in self.modules.items() if _is_plain_embedding(one)}
