@@ -8,7 +8,7 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from raysgd.engine.config import EngineConfig
-    from raysgd.engine.memory import MemoryUse
+    from raysgd.engine.model.memory_use import MemoryUse
     from raysgd.engine.planning import Candidate, Hardware, MemoryEstimate, Plan, plan, predict_memory
     from raysgd.engine.templates import Finetuner, PreTrainer, TemplateSettings
 
@@ -18,7 +18,7 @@ _MODULE_OF = {
     "Finetuner": "raysgd.engine.templates",
     "Hardware": "raysgd.engine.planning",
     "MemoryEstimate": "raysgd.engine.planning",
-    "MemoryUse": "raysgd.engine.memory",
+    "MemoryUse": "raysgd.engine.model.memory_use",
     "Plan": "raysgd.engine.planning",
     "PreTrainer": "raysgd.engine.templates",
     "TemplateSettings": "raysgd.engine.templates",
