@@ -36,7 +36,7 @@ class Shard:
 
 
 class Order(Sampler[Any]):
-    """All that a sampler yields, equal on all ranks: a function of seed and epoch.
+    """A sampler that yields all that another one yields, equally on all ranks: a function of seed and epoch.
 
     The order of a sampler with a length is drawn at the start of an epoch, while the global generators and the sampler's own
     ``generator`` are seeded with seed + epoch. A sampler without a length may be endless: it is read on demand, and must yield
@@ -67,7 +67,7 @@ class Order(Sampler[Any]):
 
 
 class RankSampler(Sampler[Any]):
-    """What this rank reads of an order: items, or batches of a batch sampler, one by one.
+    """A sampler that yields what this rank reads of an order: items, or batches of a batch sampler, one by one.
 
     The order is read in steps, of which rank r of N takes places r, r + N, r + 2N, ... In training the last step is filled up
     with the first items of the epoch, so that each rank reads equally many. An evaluation reads each item once: for all ranks
@@ -139,12 +139,12 @@ class RankSampler(Sampler[Any]):
 
     def _places(self, num: int) -> list[range]:
         """Return the places of the last steps, of ``num`` items, that this rank reads; places from ``num`` on are not its own."""
-        full, rest = divmod(num, self.size)
+        full, left = divmod(num, self.size)
         ends = [self.size * (step + 1) for step in range(full)]
-        missing = self.num_replicas - rest
-        if rest and not self.drop_last:
-            filled = min(self.size, -(-rest // self.num_replicas) * self.num_replicas)
-            ends.append(full * self.size + (filled if self.train else rest))
+        missing = self.num_replicas - left
+        if left and not self.drop_last:
+            filled = min(self.size, -(-left // self.num_replicas) * self.num_replicas)
+            ends.append(full * self.size + (filled if self.train else left))
             if full and not self.train and 0 < missing <= self.size - self.num_replicas:
                 ends[-2] -= missing
         steps = [range(start + self.rank, end, self.num_replicas) for start, end in zip([0, *ends], ends, strict=False)]
