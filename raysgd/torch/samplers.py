@@ -81,7 +81,7 @@ class RankSampler(Sampler[Any]):
         stands_in: False: an evaluation leaves out a step without an item for this rank.
 
     Attributes:
-        reads: A list that the next iteration notes its steps in: how many items this rank takes, and how many of these are its
+        reads: What iterations that begin now note of each step: how many items this rank takes, and how many of these are its
             own. The others, which follow, count on other ranks.
     """
 
@@ -101,7 +101,7 @@ class RankSampler(Sampler[Any]):
         self.size = size or shard.num_ranks
         self.drop_last = drop_last
         self.stands_in = stands_in
-        self.reads: list[tuple[int, int]] = []
+        self.reads: dict[int, tuple[int, int]] = {}
 
     @property
     def epoch(self) -> int:
@@ -119,22 +119,22 @@ class RankSampler(Sampler[Any]):
 
     def read(self) -> Iterator[list[Any]]:
         """Start an epoch; yields what this rank reads in each step."""
-        reads, self.reads = self.reads, []
-        return self._read(iter(self.order), reads)
+        return self._read(iter(self.order), self.reads)
 
-    def _read(self, items: Iterator[Any], reads: list[tuple[int, int]]) -> Iterator[list[Any]]:
+    def _read(self, items: Iterator[Any], reads: dict[int, tuple[int, int]]) -> Iterator[list[Any]]:
         ahead = self.size if self.train else 2 * self.size  # the step before the last one of an evaluation may differ
         held = list(islice(items, ahead))
-        first = held[: self.num_replicas]
+        first, number = held[: self.num_replicas], 0
         while len(held) == ahead:
             taken = held[self.rank : self.size : self.num_replicas]
-            reads.append((len(taken), len(taken)))
+            reads[number] = len(taken), len(taken)
+            number += 1
             yield taken
             held = held[self.size :] + list(islice(items, self.size))
-        for places in self._places(len(held)):
+        for step, places in enumerate(self._places(len(held)), start=number):
             own = [held[place] for place in places if place < len(held)]
             others = [first[(place - len(held)) % len(first)] for place in places if place >= len(held)]
-            reads.append((len(places), len(own)))
+            reads[step] = len(places), len(own)
             yield own + others
 
     def _places(self, num: int) -> list[range]:

@@ -135,11 +135,17 @@ def check_draws() -> None:
 
 
 def check_left_out() -> None:
-    """Check that persistent processes leave out the first batches of one epoch alone, also of a later one."""
+    """Check that processes leave out the first batches of one epoch alone, and which rows are a rank's own."""
     with worlds() as world:
+        world(1, 2)
+        five: Any = DataLoader(list(range(5)), batch_size=2, num_workers=1)  # type: ignore[arg-type]
+        short = prepare_data_loader(five)
+        assert [(batch.tolist(), short.rows.own) for batch in skip_batches(short, 1)] == [([0], 0)]
+        assert [(batch.tolist(), short.rows.own) for batch in short] == [([1, 3], 2), ([0], 0)]
         world(1, 2)
         given: Any = DataLoader(list(range(12)), batch_size=2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
         loader = prepare_data_loader(given)
         whole = [[1, 3], [5, 7], [9, 11]]
         for num in (2, 0, 1, 0):
-            assert [batch.tolist() for batch in skip_batches(loader, num)] == whole[num:]
+            found = [batch.tolist() for batch in skip_batches(loader, num)]
+            assert found == whole[num:], (num, found)
