@@ -40,7 +40,7 @@ _BEFORE_A_FORK_S = 0.002
 #: The epoch that samplers of users got last from a prepared loader. Another one was set by the loop, as in torchrun's scripts.
 _forwarded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 #: For each batch of a rank: how many items it has, and how many of these are the rank's own; None: not known.
-_Reads = list[tuple[int, int]] | None
+_Reads = dict[int, tuple[int, int]] | None
 
 
 def prepare_data_loader(
@@ -196,17 +196,18 @@ class PreparedLoader:
             time.sleep(_BEFORE_A_FORK_S)
         sampler, reads, number = self._sampler, self._reads, num_left_out or self.first_batch
         if isinstance(sampler, RankSampler):
-            sampler.reads = reads = []
+            sampler.reads = reads = {}
         has_processes = (
             getattr(self.loader, "_iterator", None) is not None
         )  # they keep the sampler of their first epoch
         num_read = num_left_out if has_processes or isinstance(self.loader.dataset, IterableDataset) else 0
         name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
-        vars(self.loader)[name] = _RemainingItems(sampler, num_left_out) if num_left_out > num_read else sampler
+        remaining = _RemainingItems(sampler, num_left_out)
+        vars(self.loader)[name] = remaining if num_left_out > num_read else sampler
         try:
-            batches: Iterator[Any] = iter(self.loader)
+            batches: Iterator[Any] = iter(self.loader)  # with processes, torch starts to read the sampler twice
         finally:
-            vars(self.loader)[name] = sampler
+            vars(self.loader)[name], remaining.num_left_out = sampler, 0
         if self._seeds is not None:
             batches = self._seeds.read(batches, self.epoch, number - num_read)
         return self._hand_out(self._read(islice(batches, num_read, None), number, reads), number)
@@ -238,7 +239,7 @@ class PreparedLoader:
             if batch is _END:
                 return
             progress.mark("batch")
-            if reads is None or number >= len(reads):
+            if reads is None or number not in reads:
                 rows = BatchRows(num := count_rows(batch), num)
             else:
                 items, own = reads[number]
@@ -261,18 +262,17 @@ class PreparedLoader:
 
 
 class _RemainingItems:
-    """A sampler that leaves out its first items when it is read for the first time; persistent processes keep it."""
+    """A sampler that leaves out its first items in the epoch that is started; persistent processes keep it."""
 
     def __init__(self, sampler: Any, num_items: int) -> None:
         self.sampler = sampler
-        self._num_items = num_items
+        self.num_left_out = num_items
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        num_items, self._num_items = self._num_items, 0
-        return islice(iter(self.sampler), num_items, None)
+        return islice(iter(self.sampler), self.num_left_out, None)
 
 
 def _split_for_this_rank(
@@ -354,7 +354,7 @@ def _reads_of_own_shard(loader: DataLoader[Any], shard: Shard) -> _Reads:
     size = 1 if batches is None else batches.batch_size
     own = len(range(shard.rank, len(sampler.dataset), shard.num_ranks))  # type: ignore[arg-type]
     sizes = [(start, min(size, len(sampler) - start)) for start in range(0, len(sampler), size)]
-    return [(num, max(0, min(num, own - start))) for start, num in sizes]
+    return {batch: (num, max(0, min(num, own - start))) for batch, (start, num) in enumerate(sizes)}
 
 
 def _batch_size(

@@ -36,7 +36,7 @@ class Shard:
 
 
 class Order(Sampler[Any]):
-    """All that a sampler yields, equal on all ranks: a function of seed and epoch.
+    """A sampler that yields all that another one yields, equally on all ranks: a function of seed and epoch.
 
     The order of a sampler with a length is drawn at the start of an epoch, while the global generators and the sampler's own
     ``generator`` are seeded with seed + epoch. A sampler without a length may be endless: it is read on demand, and must yield
@@ -67,7 +67,7 @@ class Order(Sampler[Any]):
 
 
 class RankSampler(Sampler[Any]):
-    """What this rank reads of an order: items, or batches of a batch sampler, one by one.
+    """A sampler that yields what this rank reads of an order: items, or batches of a batch sampler, one by one.
 
     The order is read in steps, of which rank r of N takes places r, r + N, r + 2N, ... In training the last step is filled up
     with the first items of the epoch, so that each rank reads equally many. An evaluation reads each item once: for all ranks
@@ -81,7 +81,7 @@ class RankSampler(Sampler[Any]):
         stands_in: False: an evaluation leaves out a step without an item for this rank.
 
     Attributes:
-        reads: A list that the next iteration notes its steps in: how many items this rank takes, and how many of these are its
+        reads: What iterations that begin now note of each step: how many items this rank takes, and how many of these are its
             own. The others, which follow, count on other ranks.
     """
 
@@ -101,7 +101,7 @@ class RankSampler(Sampler[Any]):
         self.size = size or shard.num_ranks
         self.drop_last = drop_last
         self.stands_in = stands_in
-        self.reads: list[tuple[int, int]] = []
+        self.reads: dict[int, tuple[int, int]] = {}
 
     @property
     def epoch(self) -> int:
@@ -119,32 +119,32 @@ class RankSampler(Sampler[Any]):
 
     def read(self) -> Iterator[list[Any]]:
         """Start an epoch; yields what this rank reads in each step."""
-        reads, self.reads = self.reads, []
-        return self._read(iter(self.order), reads)
+        return self._read(iter(self.order), self.reads)
 
-    def _read(self, items: Iterator[Any], reads: list[tuple[int, int]]) -> Iterator[list[Any]]:
+    def _read(self, items: Iterator[Any], reads: dict[int, tuple[int, int]]) -> Iterator[list[Any]]:
         ahead = self.size if self.train else 2 * self.size  # the step before the last one of an evaluation may differ
         held = list(islice(items, ahead))
-        first = held[: self.num_replicas]
+        first, number = held[: self.num_replicas], 0
         while len(held) == ahead:
             taken = held[self.rank : self.size : self.num_replicas]
-            reads.append((len(taken), len(taken)))
+            reads[number] = len(taken), len(taken)
+            number += 1
             yield taken
             held = held[self.size :] + list(islice(items, self.size))
-        for places in self._places(len(held)):
+        for step, places in enumerate(self._places(len(held)), start=number):
             own = [held[place] for place in places if place < len(held)]
             others = [first[(place - len(held)) % len(first)] for place in places if place >= len(held)]
-            reads.append((len(places), len(own)))
+            reads[step] = len(places), len(own)
             yield own + others
 
     def _places(self, num: int) -> list[range]:
         """Return the places of the last steps, of ``num`` items, that this rank reads; places from ``num`` on are not its own."""
-        full, rest = divmod(num, self.size)
+        full, left = divmod(num, self.size)
         ends = [self.size * (step + 1) for step in range(full)]
-        missing = self.num_replicas - rest
-        if rest and not self.drop_last:
-            filled = min(self.size, -(-rest // self.num_replicas) * self.num_replicas)
-            ends.append(full * self.size + (filled if self.train else rest))
+        missing = self.num_replicas - left
+        if left and not self.drop_last:
+            filled = min(self.size, -(-left // self.num_replicas) * self.num_replicas)
+            ends.append(full * self.size + (filled if self.train else left))
             if full and not self.train and 0 < missing <= self.size - self.num_replicas:
                 ends[-2] -= missing
         steps = [range(start + self.rank, end, self.num_replicas) for start, end in zip([0, *ends], ends, strict=False)]

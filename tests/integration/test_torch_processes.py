@@ -155,8 +155,9 @@ def batch_norm_buffers() -> dict[str, Any]:
     """Return running statistics of data that differs by rank, before and after a forward pass."""
     model = prepare_model(ConvNet())
     for value in (1.0, 2.0):
-        model(torch.full((4, 3, 12, 12), value + dist.get_rank()) + torch.randn(4, 3, 12, 12)).sum().backward()
-    before = model.features[1].running_mean.clone()
+        total = model(torch.full((4, 3, 12, 12), value + dist.get_rank()) + torch.randn(4, 3, 12, 12)).sum()
+        before = model.features[1].running_mean.clone()
+        total.backward()
     model.eval()
     model.train()(torch.zeros(4, 3, 12, 12)).sum().backward()
     return {"of this rank": before.tolist(), "after a forward": model.features[1].running_mean.tolist()}

@@ -208,8 +208,9 @@ def test_ranks_of_a_copy_of_the_model_augment_their_rows_alike(seed: int | None)
 def test_processes_of_loaders_draw_the_numbers_of_their_rows() -> None:
     """In a new process: threads of the libraries that other tests have loaded make a forked process crash now and then."""
     program = (
-        "from support.loader_draws import check_augmented_alike, check_draws\n"
+        "from support.loader_draws import check_augmented_alike, check_draws, check_left_out\n"
         "check_augmented_alike(None, num_workers=1)\ncheck_augmented_alike(3, num_workers=1)\ncheck_draws()\n"
+        "check_left_out()\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [sys.executable, "-c", program]

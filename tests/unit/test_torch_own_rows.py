@@ -257,6 +257,17 @@ def test_batches_of_a_stream_that_are_left_out_are_not_handed_out(world: Enter) 
     assert handed == [False, True]
 
 
+def test_last_batch_of_a_sampler_without_length_is_known(world: Enter) -> None:
+    world(1, 2)
+    handed: list[tuple[int, bool]] = []
+    prepared = prepare_data_loader(DataLoader(Numbers(5), **as_shards(WithoutLength(5), 2, False)))
+    loader = FollowedLoader(
+        prepared, lambda batch: handed.append((batch.num_rows, batch.is_last)), keeps_repeated=False
+    )
+    assert [batch.tolist() for batch in loader] == [[1, 3], [0]]
+    assert handed == [(2, False), (0, True)]
+
+
 def test_two_loops_over_one_loader_know_their_own_rows(world: Enter) -> None:
     world(1, 2)
     prepared = prepare_data_loader(DataLoader(Numbers(5), batch_size=2))
