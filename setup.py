@@ -18,6 +18,9 @@ CORE = [
     "cloudpickle>=3.0",
     "orjson>=3.10",
     "click>=8.1.7",
+    # What reads, checks and describes the fields of a training's file.
+    "pydantic>=2.10",
+    "pyyaml>=6",
 ]
 
 EXTRAS = {

@@ -31,7 +31,7 @@ NUM_WORKERS = 2
 #: Rows of a worker's batch.
 BATCH = 64
 FILE = f"""\
-compute_config: {{runtime_ngpus: {NUM_WORKERS}, use_end2end: true}}
+compute_config: {{runtime_ngpus: {NUM_WORKERS}}}
 micro_batch_size: {BATCH}
 seed: 0
 model: {{type: bench.declarative_loops.Model}}
@@ -66,8 +66,8 @@ def measure_steps(folder: Path, quick: bool) -> dict[str, list[float]]:
     import raysgd
     from raysgd.callbacks import ProgressCallback
     from raysgd.declarative import load_args
+    from raysgd.declarative.args import as_values
     from raysgd.declarative.entry import Training
-    from raysgd.declarative.reading import as_values
 
     os.environ.update(RAY_worker_niceness="0")
     ray.init(address="local", num_cpus=NUM_WORKERS, include_dashboard=False, log_to_driver=False)

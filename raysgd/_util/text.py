@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 
 def with_article(noun: str) -> str:
     """Return the noun with its article: ``an int``, ``a dict``."""
@@ -18,3 +21,12 @@ def in_time(seconds: float) -> str:
     if seconds < 120:
         return f"{max(1, round(seconds))} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def read_attributes(docstring: str | None) -> dict[str, str]:
+    """Return what the section ``Attributes`` of a class's docstring says of each field, without quotes of code."""
+    listed = inspect.cleandoc(docstring or "").partition("Attributes:\n")[2].replace("`", "")
+    return {
+        name: " ".join(text.split())
+        for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", listed, re.MULTILINE)
+    }

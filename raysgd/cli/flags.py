@@ -7,40 +7,13 @@ runs another program end at the first word that is neither a flag nor its value;
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from raysgd.config.argument_names import nearest
-from raysgd.errors import ConfigError
 
 _GIVEN = click.core.ParameterSource.COMMANDLINE
-_BOOLS = {"true": True, "false": False}
-T = TypeVar("T")
-
-
-def parse_bool(text: str) -> bool:
-    """Return the value of ``true`` or ``false``."""
-    if text.lower() not in _BOOLS:
-        raise ConfigError("give true or false")
-    return _BOOLS[text.lower()]
-
-
-def parse_int(text: str) -> int:
-    """Return an int, written in digits."""
-    return _convert(int, text, "an int")
-
-
-def parse_number(text: str) -> float:
-    """Return a number."""
-    return _convert(float, text, "a number")
-
-
-def _convert(kind: Callable[[str], T], text: str, what: str) -> T:
-    try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(f"{text!r} is not {what}") from None
 
 
 class _Parsed(click.ParamType):  # type: ignore[type-arg]  # older versions of click have no type arguments
@@ -63,7 +36,7 @@ class Flag(click.Option):
     Args:
         name: The name with its dashes.
         help: What it does, for ``--help``.
-        parse: Makes the value of the text; raises a `ConfigError` or another ValueError.
+        parse: Makes the value of the text, and raises a `ConfigError` or another ValueError; or a type of click.
         metavar: The value in ``--help``.
         is_switch: The flag may stand alone for True; a word of ``metavar``, such as ``true|false``, may follow.
         may_repeat: The values of all occurrences are a tuple.
@@ -75,7 +48,7 @@ class Flag(click.Option):
         name: str,
         *,
         help: str,
-        parse: Callable[[str], Any] = str,
+        parse: Any = str,
         metavar: str = "TEXT",
         is_switch: bool = False,
         may_repeat: bool = False,
@@ -84,7 +57,7 @@ class Flag(click.Option):
         super().__init__(
             [name.lstrip("-").replace(".", "_").replace("-", "_"), name],
             help=help,
-            type=_Parsed(parse, metavar),
+            type=parse if isinstance(parse, click.ParamType) else _Parsed(parse, metavar),
             metavar=f"[{metavar}]" if is_switch else metavar,
             multiple=may_repeat,
         )

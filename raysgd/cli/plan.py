@@ -16,7 +16,7 @@ import click
 
 from raysgd.cli.console import SUCCEEDED, json_flag, print_json
 from raysgd.cli.engine_flags import FILE_FLAG, PREFIX, engine_flags
-from raysgd.cli.flags import FieldsCommand, Flag, FlagsCommand, parse_bool, parse_int, parse_number
+from raysgd.cli.flags import FieldsCommand, Flag, FlagsCommand
 from raysgd.cli.train import allow_flag, check_flags
 from raysgd.config.argument_names import nearest
 from raysgd.config.checks import check_choice
@@ -32,13 +32,13 @@ _NOT_FIXED = (FILE_FLAG, f"{PREFIX}plan", f"{PREFIX}memory-per-device")
 _PLACES = "a function, as module:function; the module is searched for in this folder, too"
 _FLAGS = [
     Flag("--batch", metavar=_ARGUMENT, help=f"returns the rows of one optimizer step of all workers: {_PLACES}"),
-    Flag("--num-workers", parse=parse_int, metavar="N", help="devices"),
-    Flag("--memory-per-device", parse=parse_number, metavar="BYTES", help="bytes of a device, such as 80e9"),
+    Flag("--num-workers", parse=click.INT, metavar="N", help="devices"),
+    Flag("--memory-per-device", parse=click.FLOAT, metavar="BYTES", help="bytes of a device, such as 80e9"),
     Flag("--device", parse=_parse_device, metavar="cuda|cpu", help="where the training will run (default: cuda)"),
     Flag("--loss", metavar=_ARGUMENT, help="computes the loss of a model and a batch (default: the loss of the model's output)"),
     Flag("--optimizer", metavar=_ARGUMENT, help="makes the optimizer of a list of parameters (default: AdamW)"),
-    Flag("--margin", parse=parse_number, metavar="NUMBER", help="part of the memory that is kept free (default: 0.05)"),
-    Flag("--json", parse=parse_bool, metavar="true|false", is_switch=True, help="print JSON, for programs"),
+    Flag("--margin", parse=click.FLOAT, metavar="NUMBER", help="part of the memory that is kept free (default: 0.05)"),
+    Flag("--json", parse=click.BOOL, metavar="true|false", is_switch=True, help="print JSON, for programs"),
 ]  # fmt: skip
 _NEEDED = ("--batch", "--num-workers", "--memory-per-device")
 
@@ -141,7 +141,8 @@ def _plain(value: Any) -> dict[str, Any]:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--NAME VALUE ...]")
 def of_file(path: str, allowed: Sequence[str], as_json: bool, words: Sequence[str]) -> int:
     """Choose the strategies by which the training of a YAML file fits into the memory of its devices."""
-    from raysgd.declarative.entry import load_args, plan_training
+    from raysgd.declarative.checking import load_args
+    from raysgd.declarative.entry import plan_training
 
     check_flags(words, of_file)
     found = plan_training(load_args(path, words), allow_import=list(allowed) or None)

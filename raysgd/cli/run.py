@@ -23,7 +23,7 @@ from raysgd.callbacks.base import Callback
 from raysgd.callbacks.progress.callback import Mode, ProgressCallback
 from raysgd.cli.console import FAILED, SIGNALLED, SUCCEEDED, print_error, print_json
 from raysgd.cli.engine_flags import PREFIX, engine_flags, make_engine_config
-from raysgd.cli.flags import Flag, FlagsCommand, parse_bool, parse_int, parse_number
+from raysgd.cli.flags import Flag, FlagsCommand
 from raysgd.cli.script import Script, ScriptExit
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.checks import check_choice
@@ -77,9 +77,9 @@ def parse_num_workers(text: str) -> int | tuple[int, float]:
     """Return the number of workers that ``8``, or for elastic training ``2:8`` or ``2:inf``, means."""
     smallest, is_range, largest = text.partition(":")
     if not is_range:
-        return ScalingConfig(num_workers=parse_int(text)).min_workers
-    limit = math.inf if largest == "inf" else parse_int(largest)
-    scaling = ScalingConfig(num_workers=(parse_int(smallest), limit))
+        return ScalingConfig(num_workers=click.INT(text)).min_workers
+    limit = math.inf if largest == "inf" else click.INT(largest)
+    scaling = ScalingConfig(num_workers=(click.INT(smallest), limit))
     return scaling.min_workers, scaling.max_workers
 
 
@@ -114,8 +114,8 @@ FLAGS = [
         metavar="N|MIN:MAX",
         help="number of workers; MIN:MAX for elastic training, MAX may be inf (default: 1)",
     ),
-    Flag("--cpus-per-worker", parse=parse_number, metavar="NUMBER", help="CPUs of each worker (default: 1)"),
-    Flag("--gpus-per-worker", parse=parse_number, metavar="NUMBER", help="GPUs of each worker (default: 0)"),
+    Flag("--cpus-per-worker", parse=click.FLOAT, metavar="NUMBER", help="CPUs of each worker (default: 1)"),
+    Flag("--gpus-per-worker", parse=click.FLOAT, metavar="NUMBER", help="GPUs of each worker (default: 0)"),
     Flag(
         "--backend",
         metavar="NAME",
@@ -152,7 +152,7 @@ FLAGS = [
         help="start from a checkpoint, or from the newest one of a run; last: from the newest one of the earlier runs of "
         "--name, if there is one",
     ),
-    Flag("--num-to-keep", parse=parse_int, metavar="N", help="checkpoints to keep (default: all)"),
+    Flag("--num-to-keep", parse=click.INT, metavar="N", help="checkpoints to keep (default: all)"),
     Flag(
         "--reduce",
         parse=_parse_reduction,
@@ -166,29 +166,29 @@ FLAGS = [
         metavar="auto|live|lines|off",
         help="how results are shown: a live table, lines, or not at all (default: auto)",
     ),
-    Flag("--seed", parse=parse_int, metavar="N", help="seed of the generators of each rank"),
+    Flag("--seed", parse=click.INT, metavar="N", help="seed of the generators of each rank"),
     Flag(
         "--max-failures",
-        parse=parse_int,
+        parse=click.INT,
         metavar="N",
         help="how often the script may run again after workers died; -1: no limit (default: 3)",
     ),
     Flag(
         "--max-restarts",
-        parse=parse_int,
+        parse=click.INT,
         metavar="N",
         help="as --max-failures, also after an exception or exit status of the script, as with torchrun",
     ),
     Flag(
         "--detached",
-        parse=parse_bool,
+        parse=click.BOOL,
         metavar="true|false",
         is_switch=True,
         help="the run continues if this command ends before it; needs --name and a running cluster",
     ),
     Flag(
         "--json",
-        parse=parse_bool,
+        parse=click.BOOL,
         metavar="true|false",
         is_switch=True,
         help="print JSON as the last line: the run's folder, its last result and newest checkpoint; no progress, unless "

@@ -20,7 +20,7 @@ from raysgd.errors import ConfigError
 _HELP = """Train a model as a YAML file says.
 
 Any value of the file can be changed: `--max_epochs 2`, `--model.args.dim=32`, `--log.0.type TensorBoardLogger`;
-`--max_train_steps!` removes one. The fields, and what they mean, are those of raysgd.declarative.TrainerArgs.
+`--max_train_steps!` removes one.
 """
 
 
@@ -35,9 +35,21 @@ def allow_flag(function: F) -> F:
     )(function)
 
 
+class TrainCommand(FieldsCommand):
+    """The command, whose help lists the fields of a file, too."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, and the fields with what they may be and their defaults."""
+        from raysgd.declarative.schema import list_fields, make_schema
+
+        super().format_options(ctx, formatter)
+        with formatter.section("Fields of the file"):
+            formatter.write_dl(list(list_fields(make_schema())))
+
+
 @click.command(
     "train",
-    cls=FieldsCommand,
+    cls=TrainCommand,
     help=_HELP,
     context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]},
     options_metavar="-f FILE",
@@ -45,6 +57,7 @@ def allow_flag(function: F) -> F:
 @click.option("-f", "--file", "path", metavar="FILE", help="The YAML file.")
 @allow_flag
 @click.option("--print-config", is_flag=True, help="Print all fields with their values, as YAML, and do not train.")
+@click.option("--schema", is_flag=True, help="Print the JSON schema of the file, for editors, and do not train.")
 @click.option(
     "--evaluate",
     "stage",
@@ -60,6 +73,7 @@ def command(
     path: str | None,
     allowed: Sequence[str],
     print_config: bool,
+    schema: bool,
     stage: Any,
     as_json: bool,
     words: Sequence[str],
@@ -67,19 +81,27 @@ def command(
     """Train; return the exit status: 1 if the training failed, 2 if a value cannot work."""
     if path is None:
         if print_config and not words:
-            _print_values(_defaults(), as_json)
+            from raysgd.declarative.schema import list_defaults
+
+            _print_values(list_defaults(), as_json)
+            return SUCCEEDED
+        if schema:
+            from raysgd.declarative.schema import make_schema
+
+            print_json(make_schema())
             return SUCCEEDED
         file = next((word for word in words if word.endswith((".yaml", ".yml"))), "FILE")
         raise ConfigError(f"no file is given; give one with -f: raysgd train -f {file}.")
     show_all_output()  # before the import of Ray
-    from raysgd.declarative.entry import evaluate, load_args, train
-    from raysgd.declarative.reading import as_values
+    from raysgd.declarative.args import as_values
+    from raysgd.declarative.checking import load_args
 
     check_flags(words, command)
     args = load_args(path, words)
     if print_config:
         _print_values(as_values(args), as_json)
         return SUCCEEDED
+    from raysgd.declarative.entry import evaluate, train  # they import Ray
 
     found: dict[str, Any] = {}
 
@@ -133,20 +155,6 @@ def check_flags(words: Sequence[str], command: click.Command) -> None:
             continue
         if (close := nearest(name, [*flags, *fields])) and close == nearest(name, flags):
             raise ConfigError(f"{name} is neither a flag nor a field{close}.")
-
-
-def _defaults() -> dict[str, Any]:
-    """Return all fields with their defaults."""
-    import dataclasses
-
-    from raysgd.declarative.args import TrainerArgs
-    from raysgd.declarative.reading import as_values
-
-    found: dict[str, Any] = {}
-    for each in dataclasses.fields(TrainerArgs):
-        made = each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
-        found[each.name] = as_values(made)
-    return found
 
 
 def _print_values(values: dict[str, Any], as_json: bool) -> None:

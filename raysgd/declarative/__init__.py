@@ -14,37 +14,15 @@ if _typing.TYPE_CHECKING:
         DatasetConfig,
         DatasetSamplerConfig,
         HookConfig,
-        HookMapConfig,
         LogConfig,
         LRSchedulerConfig,
         ModelConfig,
         OptimizerConfig,
         TrainerArgs,
     )
-    from raysgd.declarative.entry import evaluate, load_args, merge_checkpoint, train
+    from raysgd.declarative.checking import load_args
+    from raysgd.declarative.entry import evaluate, merge_checkpoint, train
     from raysgd.declarative.hooks import AggregatedOutputs, TrainHook
-
-_MODULE_OF = {
-    **dict.fromkeys(
-        (
-            "CheckpointConfig",
-            "ComputeConfig",
-            "DataloaderConfig",
-            "DatasetConfig",
-            "DatasetSamplerConfig",
-            "HookConfig",
-            "HookMapConfig",
-            "LRSchedulerConfig",
-            "LogConfig",
-            "ModelConfig",
-            "OptimizerConfig",
-            "TrainerArgs",
-        ),
-        "raysgd.declarative.args",
-    ),
-    **dict.fromkeys(("evaluate", "load_args", "merge_checkpoint", "train"), "raysgd.declarative.entry"),
-    **dict.fromkeys(("AggregatedOutputs", "TrainHook"), "raysgd.declarative.hooks"),
-}
 
 __all__ = [
     "AggregatedOutputs",
@@ -54,7 +32,6 @@ __all__ = [
     "DatasetConfig",
     "DatasetSamplerConfig",
     "HookConfig",
-    "HookMapConfig",
     "LRSchedulerConfig",
     "LogConfig",
     "ModelConfig",
@@ -67,11 +44,18 @@ __all__ = [
     "train",
 ]
 
+_MODULE_OF = {
+    **dict.fromkeys(__all__, "args"),
+    **dict.fromkeys(("AggregatedOutputs", "TrainHook"), "hooks"),
+    **dict.fromkeys(("evaluate", "merge_checkpoint", "train"), "entry"),
+    "load_args": "checking",
+}
+
 
 def __getattr__(name: str) -> _typing.Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_importlib.import_module(_MODULE_OF[name]), name)
+    return getattr(_importlib.import_module(f"raysgd.declarative.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

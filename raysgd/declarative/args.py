@@ -1,22 +1,43 @@
 """`TrainerArgs`: a whole training as data, with the names and defaults of nnScaler's Trainer. No torch, in any process.
 
-Each class checks its own fields. Errors are `FieldError`, which says which field is wrong, so that a reader of files can name the
-place. Values of components' arguments are not looked at here: `raysgd.declarative.values` makes objects of them.
+Each field is declared once, with its type and its default; the docstring of its class says what it means. `fields`
+has the types, by which pydantic reads and checks the values, and `raysgd.declarative.schema` makes help and a JSON schema of the
+declarations. Values of components' arguments are not looked at here: `raysgd.declarative.values` makes objects of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
-from raysgd._util.text import with_article
-from raysgd.config.checks import check_amount, check_choice, check_count
-from raysgd.declarative.values import NO_FULL_NAME, is_full_name
-from raysgd.errors import ConfigError
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic.dataclasses import dataclass
+
+from raysgd import config
+from raysgd.config.argument_names import check_known, nearest
+from raysgd.config.checks import check_choice
+from raysgd.declarative.fields import (
+    CONFIG,
+    Amount,
+    Args,
+    Bool,
+    Count,
+    FieldError,
+    FullName,
+    Maybe,
+    Path,
+    Section,
+    Seed,
+    Settings,
+    Text,
+    UnknownFieldError,
+    of_field,
+)
+from raysgd.declarative.hooks import HOOKS
+from raysgd.declarative.values import is_full_name, read_none
 
 RunMode = Literal["run", "compile"]
 SaveType = Literal["sharded", "deduped", "merged"]
@@ -27,78 +48,34 @@ TensorType = Literal["param", "buffer", "input"]
 TensorPrecision = Literal["fp32", "fp16", "bf16", "none"]
 #: Names of strategies; anything else with a dot in it is a function of the user.
 POLICIES = ("autodist", "data", "dp", "tp", "pp", "hybrid")
-GEN_REUSE = ("auto", "match", "override", "moo", "graph")
-BROADCAST = ("none", "all", "no_weights", "code")
+#: Arguments of `raysgd.Trainer`, and of its `raysgd.RunConfig`, that the field ``trainer`` may have.
+_OF_WORKERS = ("num_workers", "cpus_per_worker", "gpus_per_worker", "resources_per_worker", "placement_strategy")
+_TRAINER_ARGUMENTS = (
+    *_OF_WORKERS, "backend", "backend_args", "runtime_env", "deterministic", "detached", "ray_address", "failure_config",
+    "checkpoint_config",
+)  # fmt: skip
+#: The loggers that are callbacks of raysgd, and their arguments.
+LOGGERS = {
+    "TensorBoardLogger": ("name", "root_dir"),
+    "WandbLogger": ("name", "project", "entity", "dir", "mode"),
+}
+#: Fields of nnScaler that say nothing here: a file may have them, and is read without them.
+NOT_NEEDED = {
+    "gen_reuse": "no code is generated",
+    "broadcast_strategy": "all workers start from equal weights",
+    "instance_name": "a run is named by checkpoint.save_dir",
+    "compute_config.use_end2end": "the model's forward always takes a batch and returns the loss",
+    "compute_config.constant_folding": "the model is not traced into code",
+    "compute_config.trace_strategy": "the model is not traced into code",
+    "compute_config.inference_only": "a training needs gradients",
+    "compute_config.zero_ngroups": "the optimizer's state is divided among all replicas of the model",
+    "compute_config.use_async_reducer": "gradients are always reduced during the backward pass",
+    "compute_config.reducer_bucket_cap_mb": "buckets have the sizes that reproducible sums need",
+}
 
 
-class FieldError(ConfigError):
-    """A field has a value that cannot work.
-
-    Attributes:
-        path: The names that lead to the field, such as ``("checkpoint", "save_type")``.
-    """
-
-    def __init__(self, path: tuple[str, ...], text: str) -> None:
-        super().__init__(text)
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FieldError, (self.path, str(self))
-
-
-class _Checked:
-    """Checks fields by their types; errors say which field it is."""
-
-    def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-            value = getattr(self, name)
-            if (value is None and types.NoneType in kinds) or len(set(kinds) - {types.NoneType}) > 1:
-                continue
-            if get_origin(kinds[0]) is Literal:
-                self._check(name, check_choice, get_args(kinds[0]))
-            elif kinds[0] is bool and not isinstance(value, bool):
-                raise FieldError((name,), f"{name}={value!r} is not a bool; give true or false.")
-            elif kinds[0] is int:
-                self._check(name, check_count, minimum=0 if name == "seed" else 1)
-            elif kinds[0] is float:
-                self._check(name, check_amount)
-            elif kinds[0] is str and value is not None and not isinstance(value, str):
-                raise FieldError((name,), f"{name}={value!r} is {with_article(type(value).__name__)}; give a text.")
-            elif get_origin(kinds[0]) is Mapping and not (
-                isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-            ):
-                raise FieldError((name,), f"{name}={value!r} is not a mapping of argument names to values.")
-
-    def _check(self, name: str, check: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        try:
-            check(name, getattr(self, name), *args, **kwargs)
-        except ConfigError as error:
-            raise FieldError((name,), str(error)) from None
-
-    def _check_paths(self, *names: str) -> None:
-        for name in names:
-            if (found := re.search(r"\$\{?(\w+)\}?", getattr(self, name) or "")) is not None:
-                raise FieldError(
-                    (name,),
-                    f"{name}={getattr(self, name)!r} has {found[0]}, which is not resolved: write ${{{found[1]}}} in a file "
-                    "or on the command line.",
-                )
-
-    def _check_full_names(self, *names: str, also: Sequence[str] = ()) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value and value not in also and not is_full_name(value):
-                raise FieldError((name,), f"{name}={value!r} {NO_FULL_NAME}")
-
-    def _check_given(self, *names: str) -> None:
-        for name in names:
-            if not getattr(self, name):
-                raise FieldError((name,), f"{name} is empty; give a text, or leave it out.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComputeConfig(_Checked):
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class ComputeConfig(Section):
     """The devices of a training, and how a replica of the model is divided among them.
 
     Attributes:
@@ -107,46 +84,24 @@ class ComputeConfig(_Checked):
         use_zero: Whether the optimizer's state is divided among the replicas of the model: the engine's ``zero_stage=1``, or 2
             with ``zero_use_reduce_scatter``.
         zero_use_reduce_scatter: Whether gradients are divided, too.
-        use_end2end: Must be true: the model's ``forward`` takes a batch and returns the loss.
-        constant_folding: Without effect, since the model is not traced.
-        trace_strategy: Without effect.
-        zero_ngroups: Without effect: the state is divided among all replicas.
-        inference_only: Must be false.
-        use_async_reducer: Without effect: gradients are always reduced during the backward pass.
-        reducer_bucket_cap_mb: Without effect.
         pas_config: Given to an own function of ``pas_policy``.
         user_config: Values of yours; hooks find them in ``train_args``.
     """
 
-    plan_ngpus: int = 1
-    runtime_ngpus: int | None = None
-    constant_folding: bool = False
-    trace_strategy: str = "cuda_run_cpu_offload"
-    use_zero: bool = False
-    zero_ngroups: int = 1
-    zero_use_reduce_scatter: bool = False
-    inference_only: bool = False
-    use_end2end: bool = False
-    use_async_reducer: bool = False
-    reducer_bucket_cap_mb: float | None = None
-    pas_config: Mapping[str, Any] = field(default_factory=dict)
-    user_config: Mapping[str, Any] = field(default_factory=dict)
+    plan_ngpus: Count = 1
+    runtime_ngpus: Maybe[Count] = None
+    use_zero: Bool = False
+    zero_use_reduce_scatter: Bool = False
+    pas_config: Settings = field(default_factory=dict)
+    user_config: Settings = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.num_workers % self.plan_ngpus:
             raise FieldError(
                 ("runtime_ngpus",),
                 f"runtime_ngpus={self.runtime_ngpus} is not a multiple of plan_ngpus={self.plan_ngpus}, the workers that hold "
                 f"one replica of the model; give {self.plan_ngpus * -(-self.num_workers // self.plan_ngpus)}.",
             )
-        if not self.use_end2end:
-            raise FieldError(
-                ("use_end2end",),
-                "use_end2end must be true: the model's forward takes a batch and returns the loss.",
-            )
-        if self.inference_only:
-            raise FieldError(("inference_only",), "inference_only=true cannot be trained; leave it out.")
 
     @property
     def num_workers(self) -> int:
@@ -158,55 +113,36 @@ class ComputeConfig(_Checked):
         return self.num_workers // self.plan_ngpus
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Component(_Checked):
-    """What is made by a class or function.
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class ComponentConfig(Section):
+    """A part of a training, which a class or function makes.
 
     Attributes:
         type: Its full name.
         args: Its arguments.
     """
 
-    type: str | None = None
-    args: Mapping[str, Any] = field(default_factory=dict)
-    _short_names: ClassVar[tuple[str, ...]] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_full_names("type", also=self._short_names)
-
-    def _check_type(self, text: str) -> None:
-        if self.type is None:
-            raise FieldError(("type",), text)
+    type: FullName
+    args: Args = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _OfStages(_Checked):
-    """What is made for training, validation and test by one class or function.
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class _OfStages(Section):
+    """What is made for training, validation and test by one class or function."""
 
-    Attributes:
-        type: Its full name.
-        train_args: Its arguments for training.
-        val_args: For validation.
-        test_args: For test.
-    """
-
-    type: str | None = None
-    train_args: Mapping[str, Any] = field(default_factory=dict)
-    val_args: Mapping[str, Any] = field(default_factory=dict)
-    test_args: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_full_names("type")
+    type: FullName
+    train_args: Args = field(default_factory=dict)
+    val_args: Args = field(default_factory=dict)
+    test_args: Args = field(default_factory=dict)
 
     def args_of(self, stage: str) -> Mapping[str, Any]:
         """Return the arguments for ``"train"``, ``"val"`` or ``"test"``."""
-        return {"train": self.train_args, "val": self.val_args, "test": self.test_args}[stage]
+        found: Mapping[str, Any] = getattr(self, f"{stage}_args")
+        return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig(_Component):
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class ModelConfig(ComponentConfig):
     """The model: a class or function by its full name, and its arguments.
 
     Attributes:
@@ -216,8 +152,8 @@ class ModelConfig(_Component):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(_Component):
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class OptimizerConfig(ComponentConfig):
     """The optimizer, and what its steps are made of.
 
     Attributes:
@@ -232,14 +168,12 @@ class OptimizerConfig(_Component):
         aggregate_outputs_fn: Full name of a function ``fn(loss_outputs, sync_group) -> AggregatedOutputs``.
     """
 
-    clip_gnorm: float | None = 0.0
+    clip_gnorm: Maybe[Amount] = 0.0
     loss_reduction: LossReduction = "mean"
     grad_reduction: GradReduction = "mean"
-    aggregate_outputs_fn: str | None = None
+    aggregate_outputs_fn: Maybe[FullName] = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_full_names("aggregate_outputs_fn")
         if self.grad_reduction == "per-token-mean" and self.aggregate_outputs_fn is None:
             raise FieldError(
                 ("grad_reduction",),
@@ -247,7 +181,7 @@ class OptimizerConfig(_Component):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class DatasetConfig(_OfStages):
     """The datasets: one class or function, called with different arguments.
 
@@ -259,7 +193,7 @@ class DatasetConfig(_OfStages):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class DataloaderConfig(_OfStages):
     """The loader of batches. ``dataset``, ``batch_size`` and ``sampler`` are set by the loop.
 
@@ -270,11 +204,9 @@ class DataloaderConfig(_OfStages):
         test_args: The same for test; empty: ``train_args``.
     """
 
-    type: str = "torch.utils.data.DataLoader"
+    type: FullName = "torch.utils.data.DataLoader"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_given("type")
         for name in ("train_args", "val_args", "test_args"):
             if "batch_size" in getattr(self, name):
                 raise FieldError(
@@ -285,7 +217,7 @@ class DataloaderConfig(_OfStages):
         return super().args_of(stage) or self.train_args
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class DatasetSamplerConfig(_OfStages):
     """The sampler, which splits a dataset among the replicas of the model. ``dataset``, ``num_replicas``, ``rank`` are ignored.
 
@@ -296,15 +228,11 @@ class DatasetSamplerConfig(_OfStages):
         test_args: The same for test.
     """
 
-    type: str = "torch.utils.data.DistributedSampler"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_given("type")
+    type: FullName = "torch.utils.data.DistributedSampler"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LRSchedulerConfig(_Component):
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class LRSchedulerConfig(ComponentConfig):
     """The scheduler of the learning rate.
 
     Attributes:
@@ -315,13 +243,9 @@ class LRSchedulerConfig(_Component):
 
     interval: Interval = "epoch"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_type("lr_scheduler has no type; give its full name, or leave out lr_scheduler.")
 
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig(_Checked):
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class CheckpointConfig(Section):
     """Settings of checkpoints: when they are saved, and which are kept.
 
     Attributes:
@@ -340,21 +264,18 @@ class CheckpointConfig(_Checked):
             the beginning.
     """
 
-    save_dir: str = "./checkpoints"
-    no_save: bool = False
+    save_dir: Path = "./checkpoints"
+    no_save: Bool = False
     save_type: SaveType = "sharded"
-    save_last: bool = True
-    save_best: bool = True
-    symlink_best_and_last: bool = True
-    every_n_train_steps: int | None = None
-    every_n_epochs: int | None = None
-    keep_last_n_checkpoints: int | None = None
-    resume_from: str | None = None
+    save_last: Bool = True
+    save_best: Bool = True
+    symlink_best_and_last: Bool = True
+    every_n_train_steps: Maybe[Count] = None
+    every_n_epochs: Maybe[Count] = None
+    keep_last_n_checkpoints: Maybe[Count] = None
+    resume_from: Maybe[Path] = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_given("save_dir")
-        self._check_paths("save_dir", "resume_from")
         if self.every_n_train_steps is not None and self.every_n_epochs is not None:
             raise FieldError(
                 ("every_n_epochs",),
@@ -367,8 +288,8 @@ class CheckpointConfig(_Checked):
         return (self.every_n_epochs or 1) if self.every_n_train_steps is None else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogConfig(_Component):
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class LogConfig(ComponentConfig):
     """A logger.
 
     Attributes:
@@ -377,15 +298,22 @@ class LogConfig(_Component):
         args: Its arguments.
     """
 
-    _short_names = ("TensorBoardLogger", "WandbLogger")
+    type: FullName | Literal["TensorBoardLogger", "WandbLogger"]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_type("a logger has no type; give TensorBoardLogger, WandbLogger or the full name of a class.")
+        if (name := self.known_logger) is not None:
+            with of_field("args", names=self.args):
+                check_known(name, self.args, LOGGERS[name], {})
+
+    @property
+    def known_logger(self) -> str | None:
+        """The name of a known logger, whatever module of nnScaler it is said to be in."""
+        module, _, name = self.type.rpartition(".")
+        return name if name in LOGGERS and f"{module}.".startswith((".", "nnscaler.")) else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class HookConfig(_Component):
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class HookConfig(ComponentConfig):
     """Hooks in a class.
 
     Attributes:
@@ -393,50 +321,52 @@ class HookConfig(_Component):
         args: Its arguments.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_type("hook has no type; give the full name of a class, or functions by the names of hooks.")
+
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class SearchConfig(Section):
+    """A search with Ray Tune.
+
+    Attributes:
+        space: Names of fields, and what is tried: ``{"optimizer.args.lr": {"loguniform": [1e-4, 1e-1]}}``, by the functions of
+            ``ray.tune``, or a list of values.
+        metric: What is optimized. None: ``val_loss``, or ``train_loss`` without validation data.
+        mode: ``"min"`` or ``"max"``.
+        num_samples: Samples of the space.
+        max_concurrent_trials: Trials at the same time; None: as many as fit.
+        time_budget_s: Seconds after which the search ends.
+        scheduler: Class and arguments of a scheduler of Ray Tune; None: every trial runs to its end.
+        search_alg: The same of a search algorithm; None: random and grid search.
+    """
+
+    space: Annotated[Settings, Field(min_length=1)]
+    metric: Maybe[Text] = None
+    mode: Literal["min", "max"] = "min"
+    num_samples: Count = 1
+    max_concurrent_trials: Maybe[Count] = None
+    time_budget_s: Maybe[Amount] = None
+    scheduler: Maybe[ComponentConfig] = None
+    search_alg: Maybe[ComponentConfig] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class HookMapConfig(_Checked):
-    """Hooks as functions, by their full names. `raysgd.declarative.TrainHook` says when each is called and with what."""
-
-    after_setup: str | None = None
-    on_train_start: str | None = None
-    on_train_end: str | None = None
-    on_val_start: str | None = None
-    on_val_end: str | None = None
-    on_epoch_start: str | None = None
-    on_epoch_end: str | None = None
-    on_train_step_start: str | None = None
-    on_train_step_end: str | None = None
-    on_val_step_start: str | None = None
-    on_val_step_end: str | None = None
-    after_aggregate_train_step_outputs: str | None = None
-    after_aggregate_val_step_outputs: str | None = None
-    before_zero_grad: str | None = None
-    after_zero_grad: str | None = None
-    before_sync_grad: str | None = None
-    after_sync_grad: str | None = None
-    before_gnorm_clip: str | None = None
-    after_gnorm_clip: str | None = None
-    before_optimizer_step: str | None = None
-    after_optimizer_step: str | None = None
-    on_load_checkpoint: str | None = None
-    on_save_checkpoint: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_full_names(*(each.name for each in dataclasses.fields(self)))
+def _read_hook(value: Any) -> Any:
+    """Return hooks in a class, or functions by the names of hooks if there is no ``type``."""
+    value = {"type": value} if isinstance(value := read_none(value), str) else value
+    if not isinstance(value, Mapping):
+        return value
+    if "type" in value:
+        return HookConfig(**value)
+    for name in value:
+        if name not in HOOKS:
+            raise UnknownFieldError((str(name),), f"there is no such hook{nearest(name, HOOKS)}.")
+    return value
 
 
-#: The names of all hooks.
-HOOKS = tuple(each.name for each in dataclasses.fields(HookMapConfig))
+def _check_policy(name: str) -> str:
+    return name if is_full_name(name) else check_choice("pas_policy", name, POLICIES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerArgs(_Checked):
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class TrainerArgs(Section):
     """A training: its model, data and loop by the names of classes and functions, as nnScaler's Trainer has them.
 
     What raysgd adds stands at the end.
@@ -444,18 +374,20 @@ class TrainerArgs(_Checked):
     Attributes:
         compute_config: The devices. None: one worker.
         gen_savedir: Where ``run_mode="compile"`` writes the plan.
-        gen_reuse: Without effect: a plan is made in seconds, and no code is generated.
         pas_policy: How ``plan_ngpus`` workers divide a replica of the model: ``"autodist"``: as the engine's plan chooses;
             ``"dp"`` (or ``"data"``), ``"tp"``, ``"pp"``, ``"hybrid"`` (tensor and pipeline parallel); or the full name of a
             function that gets the `ComputeConfig` and returns fields of `raysgd.EngineConfig`.
-        broadcast_strategy: Without effect: workers start from equal weights by themselves.
-        instance_name: Without effect, but for the run's title.
         run_mode: ``"run"``, or ``"compile"``, which writes the plan, shapes and memory without training.
         tracing_from_weights: File of weights, ``.safetensors`` or torch's, that the model starts from.
-        model, optimizer, dataset, dataloader, dataset_sampler, lr_scheduler: The components.
+        model: The model.
+        optimizer: The optimizer.
+        dataset: The datasets.
+        dataloader: The loader of batches.
+        dataset_sampler: The sampler.
+        lr_scheduler: The scheduler of the learning rate. None: the rate stays.
         checkpoint: When checkpoints are saved.
         log: Loggers.
-        hook: Hooks, in a class or as functions by name.
+        hook: Hooks, in a class, or as functions: their full names by the names of hooks.
         precision: One type for all tensors, or one each for ``param``, ``buffer`` and ``input``; ``"none"``: as they are.
         micro_batch_size: Rows of a forward pass.
         global_batch_size: Rows of an optimizer step. None: ``micro_batch_size`` times replicas and accumulation.
@@ -471,65 +403,79 @@ class TrainerArgs(_Checked):
         trainer: Arguments of `raysgd.Trainer`, such as ``num_workers: [2, 8]`` for elastic training, ``cpus_per_worker``,
             ``failure_config``; and ``detached``, ``ray_address``, ``backend``.
         engine: Further fields of `raysgd.EngineConfig`, such as ``activation_checkpointing`` or ``compile``.
-        search: A search with Ray Tune: ``space``, ``metric``, ``mode``, ``num_samples``.
+        search: A search with Ray Tune.
     """
 
-    compute_config: ComputeConfig | None = None
-    gen_savedir: str = "./.nnscaler"
-    gen_reuse: str = "auto"
-    pas_policy: str = "autodist"
-    broadcast_strategy: str = "all"
-    instance_name: str | None = None
+    compute_config: Maybe[ComputeConfig] = None
+    gen_savedir: Path = "./.nnscaler"
+    pas_policy: Annotated[Text, AfterValidator(_check_policy)] = "autodist"
     run_mode: RunMode = "run"
-    tracing_from_weights: str | None = None
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    tracing_from_weights: Maybe[Path] = None
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    dataset: DatasetConfig
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     dataset_sampler: DatasetSamplerConfig = field(default_factory=DatasetSamplerConfig)
-    lr_scheduler: LRSchedulerConfig | None = None
+    lr_scheduler: Maybe[LRSchedulerConfig] = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: list[LogConfig] = field(default_factory=list)
-    hook: HookConfig | HookMapConfig | None = None
-    precision: str | Mapping[str, str] | None = None
-    micro_batch_size: int = 1
-    global_batch_size: int | None = None
-    grad_accumulation_steps: int | None = None
-    max_epochs: int | None = None
-    max_train_steps: int | None = None
-    max_val_steps: int | None = None
-    val_every_n_train_steps: int | None = None
-    val_every_n_epochs: int | None = 1
-    enable_progress_bar: bool = True
-    seed: int | None = None
-    init_env_fn: str | None = None
-    trainer: Mapping[str, Any] = field(default_factory=dict)
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    search: Mapping[str, Any] | None = None
+    hook: Annotated[HookConfig | dict[str, FullName] | None, BeforeValidator(_read_hook)] = None
+    precision: Maybe[TensorPrecision | dict[TensorType, TensorPrecision]] = None
+    micro_batch_size: Count = 1
+    global_batch_size: Maybe[Count] = None
+    grad_accumulation_steps: Maybe[Count] = None
+    max_epochs: Maybe[Count] = None
+    max_train_steps: Maybe[Count] = None
+    max_val_steps: Maybe[Count] = None
+    val_every_n_train_steps: Maybe[Count] = None
+    val_every_n_epochs: Maybe[Count] = 1
+    enable_progress_bar: Bool = True
+    seed: Maybe[Seed] = None
+    init_env_fn: Maybe[FullName] = None
+    trainer: Settings = field(default_factory=dict)
+    engine: Settings = field(default_factory=dict)
+    search: Maybe[SearchConfig] = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_given("gen_savedir", "pas_policy")
-        self._check_paths("gen_savedir", "tracing_from_weights")
-        self._check_full_names("init_env_fn")
-        self._check("gen_reuse", check_choice, GEN_REUSE)
-        self._check("broadcast_strategy", check_choice, BROADCAST)
-        if "." not in self.pas_policy:
-            self._check("pas_policy", check_choice, POLICIES)
-        for name in ("model", "optimizer", "dataset"):
-            if getattr(self, name).type is None:
-                raise FieldError(
-                    (name,), f"{name} has no type; give the full name of a class or function, such as my.{name}."
-                )
         if self.max_epochs is None and self.max_train_steps is None:
-            raise FieldError(("max_epochs",), _NO_END)
-        self._check_precision()
+            raise FieldError(
+                ("max_epochs",),
+                "neither max_epochs nor max_train_steps is given, so the training would not end; give one of them.",
+            )
+        inputs, parameters = self.precision_of("input"), self.precision_of("param")
+        if inputs in ("fp16", "bf16") and parameters not in (inputs, "fp16"):
+            raise FieldError(
+                ("precision",),
+                f"precision: inputs in {inputs} do not go with parameters in {parameters or 'fp32'}; give param: {inputs} "
+                "too, or leave out input.",
+            )
         self.accumulation()
+        self._check_trainer()
+
+    def _check_trainer(self) -> None:
+        with of_field("trainer", names=self.trainer):
+            check_known("trainer", self.trainer, _TRAINER_ARGUMENTS, {})
+            given = {name: self.trainer[name] for name in _OF_WORKERS if name in self.trainer}
+            config.ScalingConfig(**given | {"num_workers": self.num_workers})
+        for name, kind in (("failure_config", config.FailureConfig), ("checkpoint_config", config.CheckpointConfig)):
+            inner = self.trainer.get(name) or {}
+            if not isinstance(inner, Mapping):
+                raise FieldError(
+                    ("trainer", name), f"trainer.{name}={inner!r} is not a mapping; give its fields by name."
+                )
+            with of_field("trainer", name, names=inner):
+                kind(**inner)
+
+    @property
+    def num_workers(self) -> int | tuple[int, float]:
+        """All workers; of an elastic training their smallest and largest number."""
+        given = self.trainer.get("num_workers", self.compute.num_workers)
+        return tuple(given) if isinstance(given, list) else given
 
     @property
     def compute(self) -> ComputeConfig:
         """The devices; one worker if none are given."""
-        return ComputeConfig(use_end2end=True) if self.compute_config is None else self.compute_config
+        return ComputeConfig() if self.compute_config is None else self.compute_config
 
     @property
     def rows_per_step(self) -> int:
@@ -568,30 +514,13 @@ class TrainerArgs(_Checked):
         value = self.precision.get(kind) if isinstance(self.precision, Mapping) else self.precision
         return None if value == "none" else value
 
-    def _check_precision(self) -> None:
-        if self.precision is None:
-            return
-        if not isinstance(self.precision, (str, Mapping)):
-            raise FieldError(
-                ("precision",), f"precision={self.precision!r} is not a mapping of argument names to values."
-            )
-        kinds = {"precision": self.precision} if isinstance(self.precision, str) else self.precision
-        allowed = get_args(TensorPrecision)
-        for name, value in kinds.items():
-            try:
-                if not isinstance(self.precision, str):
-                    check_choice("precision", name, get_args(TensorType))
-                check_choice(name, value, allowed)
-            except ConfigError as error:
-                path = ("precision",) if isinstance(self.precision, str) else ("precision", str(name))
-                raise FieldError(path, str(error)) from None
-        inputs, parameters = self.precision_of("input"), self.precision_of("param")
-        if inputs in ("fp16", "bf16") and parameters not in (inputs, "fp16"):
-            raise FieldError(
-                ("precision",),
-                f"precision: inputs in {inputs} do not go with parameters in {parameters or 'fp32'}; give param: {inputs} "
-                "too, or leave out input.",
-            )
 
-
-_NO_END = "neither max_epochs nor max_train_steps is given, so the training would not end; give one of them."
+def as_values(args: Any) -> Any:
+    """Return nested dicts and lists with the fields of `TrainerArgs`, in their order, as they are written in a file."""
+    if dataclasses.is_dataclass(args) and not isinstance(args, type):
+        return {each.name: as_values(getattr(args, each.name)) for each in dataclasses.fields(args)}
+    if isinstance(args, Mapping):
+        return {key: as_values(value) for key, value in args.items()}
+    if isinstance(args, (list, tuple)):
+        return [as_values(each) for each in args]
+    return re.sub(r"\$(?=[({])", "$$", args) if isinstance(args, str) else args

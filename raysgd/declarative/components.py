@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, de
 
 from raysgd._util.logs import get_logger
 from raysgd._util.text import with_article
-from raysgd.declarative.args import HOOKS, HookConfig, HookMapConfig, TrainerArgs
-from raysgd.declarative.hooks import FunctionHooks
+from raysgd.declarative.args import HookConfig, TrainerArgs
+from raysgd.declarative.hooks import HOOKS, FunctionHooks
 from raysgd.declarative.values import ComponentError, Importer, naming
 from raysgd.session import api, context, rank_state
 from raysgd.torch.loader import PreparedLoader, make_batch_seeds, prepare_data_loader
@@ -38,7 +38,7 @@ def make_model(args: TrainerArgs, importer: Importer) -> nn.Module:
         ComponentError: It is not a torch module, or the weights are not its own.
     """
     with naming("model"):
-        model = importer.build(str(args.model.type), args.model.args)
+        model = importer.build(args.model.type, args.model.args)
     if not isinstance(model, nn.Module):
         raise ComponentError(
             f"model.type {args.model.type} made {with_article(type(model).__name__)}; give a torch module."
@@ -69,7 +69,7 @@ def _load_weights(model: nn.Module, path: str) -> None:
 def make_optimizer(args: TrainerArgs, importer: Importer, model: nn.Module) -> Optimizer:
     """Make the optimizer of the model's parameters."""
     with naming("optimizer"):
-        optimizer = importer.build(str(args.optimizer.type), args.optimizer.args, model.parameters())
+        optimizer = importer.build(args.optimizer.type, args.optimizer.args, model.parameters())
     if not isinstance(optimizer, Optimizer):
         raise ComponentError(
             f"optimizer.type {args.optimizer.type} made {with_article(type(optimizer).__name__)}; give a torch optimizer."
@@ -100,16 +100,14 @@ def make_hooks(args: TrainerArgs, importer: Importer) -> list[Any]:
     """Make the configured hooks: one object, or none."""
     if isinstance(args.hook, HookConfig):
         with naming("hook"):
-            hook = importer.build(str(args.hook.type), args.hook.args)
+            hook = importer.build(args.hook.type, args.hook.args)
         if not any(callable(getattr(hook, name, None)) for name in HOOKS):
             raise ComponentError(
                 f"hook.type {args.hook.type} has no method of a TrainHook, such as {', '.join(HOOKS[:3])}."
             )
         return [hook]
-    if isinstance(args.hook, HookMapConfig):
-        given = {name: value for name, value in vars(args.hook).items() if value is not None}
-        return [FunctionHooks({name: load_function(importer, value, f"hook.{name}") for name, value in given.items()})]
-    return []
+    given = {} if args.hook is None else args.hook
+    return [FunctionHooks({name: load_function(importer, value, f"hook.{name}") for name, value in given.items()})]
 
 
 def make_loader(args: TrainerArgs, importer: Importer, stage: str) -> Any:
@@ -117,7 +115,7 @@ def make_loader(args: TrainerArgs, importer: Importer, stage: str) -> Any:
     if stage != "train" and not args.dataset.args_of(stage):
         return None
     with naming(f"dataset, {stage}_args"):
-        dataset = importer.build(str(args.dataset.type), args.dataset.args_of(stage))
+        dataset = importer.build(args.dataset.type, args.dataset.args_of(stage))
     given = _without(args.dataloader.args_of(stage), _OF_LOADERS)
     if taken := sorted({"shuffle", "batch_sampler"} & set(given)):
         raise ComponentError(
@@ -295,7 +293,7 @@ def read_rows(args: TrainerArgs, importer: Importer, number: int) -> Any:
     Raises:
         ComponentError: The dataset has no row.
     """
-    dataset = importer.build(str(args.dataset.type), args.dataset.train_args)
+    dataset = importer.build(args.dataset.type, args.dataset.train_args)
     given = args.dataloader.train_args.get("collate_fn")
     collate = importer.load(given) if isinstance(given, str) else default_collate
     if isinstance(dataset, IterableDataset):

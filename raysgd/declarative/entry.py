@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
 import math
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,57 +18,21 @@ from raysgd.checkpoint.links import list_manifests
 from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import read_manifest
-from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from raysgd.config.argument_names import nearest
+from raysgd.config import CheckpointConfig, FailureConfig, RunConfig
 from raysgd.config.checks import check_choice, from_mapping, split_path
-from raysgd.declarative.args import FieldError, TrainerArgs
+from raysgd.declarative.args import TrainerArgs, as_values
+from raysgd.declarative.checking import check_names, importing_from
+from raysgd.declarative.fields import FieldError, of_field
 from raysgd.declarative.loggers import make_callbacks
-from raysgd.declarative.reading import Tree, args_of, as_values, merge
+from raysgd.declarative.reading import Tree, args_of, merge
 from raysgd.declarative.strategies import Strategies, decide, list_warnings
-from raysgd.declarative.values import (
-    TYPE_KEY,
-    VALUE_KEY,
-    VALUE_TYPE_KEY,
-    ComponentError,
-    Importer,
-    explain_missing,
-    is_full_name,
-)
+from raysgd.declarative.values import Importer
 from raysgd.engine.config import EngineConfig
 from raysgd.errors import CheckpointNotFoundError, ConfigError
 from raysgd.trainer.start import FoundCheckpoint, find_checkpoint
 from raysgd.trainer.trainer import Trainer
 
-#: Arguments of the Trainer that the field ``trainer`` may have.
-_TRAINER_FIELDS = (
-    "num_workers", "backend", "backend_args", "cpus_per_worker", "gpus_per_worker", "resources_per_worker",
-    "placement_strategy", "runtime_env", "deterministic", "detached", "ray_address", "failure_config", "checkpoint_config",
-)  # fmt: skip
 PLAN_FILES = ("plan.txt", "plan.json")
-#: Fields outside of sections of components that have the full name of a function.
-_FUNCTIONS = (("init_env_fn",), ("optimizer", "aggregate_outputs_fn"), ("dataloader", "train_args", "collate_fn"))
-
-
-def load_args(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TrainerArgs:
-    """Read a training from a YAML file.
-
-    Args:
-        path: The file.
-        overrides: Words as on the command line, such as ``["--max_epochs", "2", "--model.args.dim=32"]``.
-
-    Raises:
-        ConfigError: It cannot be read, or a value is not allowed; the text names file, line and key.
-    """
-    tree = Tree.of_file(os.fspath(path))
-    tree.override(overrides)
-    args = tree.make_args()
-    with tree.naming_places():
-        _check_names(args)
-        if args.search is not None:
-            from raysgd.declarative.searching import check_search
-
-            check_search(args)
-    return args
 
 
 @dataclass(frozen=True)
@@ -108,20 +69,6 @@ class Training:
             return loop.train() if self.stage is None else loop.evaluate(self.stage)
 
 
-@contextlib.contextmanager
-def importing_from(folder: str) -> Iterator[None]:
-    """Make modules in a folder importable within the block."""
-    if not os.path.isdir(folder) or folder in sys.path:
-        yield
-        return
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(folder)
-
-
 def train(
     args: TrainerArgs | Mapping[str, Any],
     *,
@@ -152,7 +99,7 @@ def train(
             from raysgd.declarative.searching import search
 
             given = [*job.callbacks, *callbacks]
-            return search(job.args, job.training({}, strategies), job.make_trainer(strategies), given)
+            return search(job.args, job.args.search, job.training({}, strategies), job.make_trainer(strategies), given)
         start = find_start(job.args)
         at = start.checkpoint
         if at is not None and (metrics := finished(job.args, at)) is not None:
@@ -183,7 +130,7 @@ def plan_training(args: TrainerArgs, *, allow_import: Sequence[str] | None = Non
     """
     importer = Importer(allow_import)
     with Tree().naming_places(), importing_from(os.getcwd()):
-        _check_names(args, importer)
+        check_names(args, importer)
         return decide(replace(args, run_mode="compile"), importer).plan
 
 
@@ -250,11 +197,9 @@ class _Job:
     def of(cls, args: TrainerArgs | Mapping[str, Any], allow_import: Sequence[str] | None) -> _Job:
         args = args_of(as_values(args) if isinstance(args, TrainerArgs) else args)
         importer = Importer(allow_import)
-        with Tree().naming_places():
-            _check_names(args, importer)
-        with importing_from(os.getcwd()):
+        with Tree().naming_places(), importing_from(os.getcwd()):
+            missing = check_names(args, importer)
             callbacks, warnings = make_callbacks(args, importer)
-            missing = list_missing_modules(args)
         for text in (*list_warnings(args), *warnings, *missing):
             get_logger().warning(text)
         callbacks.append(ProgressCallback(mode="auto" if args.enable_progress_bar else "off"))
@@ -271,10 +216,8 @@ class _Job:
 
     def make_trainer(self, strategies: Strategies, *, keeps_links: bool = True) -> Trainer:
         """Make the Trainer of the training."""
-        args, given = self.args, dict(self.args.trainer)
-        for name in given:
-            if name not in _TRAINER_FIELDS:
-                raise ConfigError(f"trainer.{name}: there is no such argument{nearest(name, _TRAINER_FIELDS)}.")
+        args = self.args
+        given = {name: value for name, value in args.trainer.items() if name != "num_workers"}
         saved = args.checkpoint
         runs, name = split_folder(saved.save_dir)
         run_config = RunConfig(
@@ -288,16 +231,17 @@ class _Job:
             "keep_best": {"loss": "min"} if saved.save_best else {},
             "links": keeps_links and saved.symlink_best_and_last,
         }
-        more = _settings("checkpoint_config", given)
+        more = given.pop("checkpoint_config", None) or {}
         if taken := sorted(set(own) & set(more)):
-            raise ConfigError(
+            raise FieldError(
+                ("trainer", "checkpoint_config", taken[0]),
                 f"trainer.checkpoint_config.{taken[0]} is set by the section checkpoint: give keep_last_n_checkpoints, save_best "
-                "or symlink_best_and_last there."
+                "or symlink_best_and_last there.",
             )
         checkpoint = from_mapping(CheckpointConfig, {**own, **more}, "trainer.checkpoint_config")
-        failure = from_mapping(FailureConfig, _settings("failure_config", given), "trainer.failure_config")
+        failure = from_mapping(FailureConfig, given.pop("failure_config", None) or {}, "trainer.failure_config")
         each = strategies.config.workers_per_replica
-        workers = _check_workers(given.pop("num_workers", args.compute.num_workers))
+        workers = args.num_workers
         check_sizes(args, workers, each)
         if isinstance(workers, tuple):  # more replicas of the model would have no rows
             workers = workers[0], min(workers[1], args.rows_per_step // args.micro_batch_size * each)
@@ -312,85 +256,14 @@ class _Job:
         )
 
 
-def _check_names(args: TrainerArgs, importer: Importer | None = None) -> None:
-    """Check that components may be imported and exist in the modules of this machine, without importing them.
-
-    Raises:
-        FieldError: One certainly does not exist, or may not be imported.
-    """
-    for path, name in _names_of_components(as_values(args), ()):
-        if importer is None or path[0] == "log" or not is_full_name(name):  # known loggers are not imported
-            continue
-        try:
-            importer.check_allowed(name, name)
-        except ComponentError as error:
-            raise FieldError(path, str(error)) from None
-    if args.trainer.get("runtime_env"):
-        return  # the workers may have other modules
-    with importing_from(os.getcwd()):
-        for path, name in _names_of_components(as_values(args), ()):
-            if (text := explain_missing(name)) is not None:
-                raise FieldError(path, text)
-
-
-def _names_of_components(values: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the fields that have the full name of a class or function, and the names."""
-    entries = enumerate(values) if isinstance(values, list) else values.items() if isinstance(values, Mapping) else ()
-    for key, value in entries:
-        here = (*path, str(key))
-        if isinstance(value, str) and (here in _FUNCTIONS or _is_name_of_component(here, values)):
-            yield here, value
-        else:
-            yield from _names_of_components(value, here)
-
-
-def _is_name_of_component(path: tuple[str, ...], values: Any) -> bool:
-    *_, owner, key = ("", *path)
-    in_arguments = any(part.endswith("args") for part in path[:-1])
-    if key == VALUE_KEY:
-        return in_arguments and values.get(VALUE_TYPE_KEY) == "function"
-    return key == TYPE_KEY if in_arguments else key == "type" or owner == "hook"
-
-
-def list_missing_modules(args: TrainerArgs) -> list[str]:
-    """Return what to warn of: components whose modules this process cannot find. Workers elsewhere may have them."""
-    warnings = []
-    for name in ("model", "optimizer", "dataset", "dataloader", "dataset_sampler", "lr_scheduler", "hook"):
-        kind = getattr(getattr(args, name), "type", None)
-        module = str(kind).partition(".")[0]
-        # `find_spec` raises for loaded modules without a specification, such as __main__.
-        if kind is not None and module not in sys.modules and importlib.util.find_spec(module) is None:
-            warnings.append(
-                f"{name}.type {kind}: there is no module {module!r} in the working directory {os.getcwd()} or installed here; "
-                "the training fails if the workers have none either."
-            )
-    return warnings
-
-
 def split_folder(save_dir: str) -> tuple[str, str]:
     """Return the folder, or URI, that ``checkpoint.save_dir`` is in, and its name.
 
     Raises:
         FieldError: It is the root of a file system or a bucket, or its name cannot be a run's.
     """
-    try:
+    with of_field("checkpoint", "save_dir"):
         return split_path("checkpoint.save_dir", save_dir)
-    except ConfigError as error:
-        raise FieldError(("checkpoint", "save_dir"), str(error)) from None
-
-
-def _settings(name: str, given: dict[str, Any]) -> Mapping[str, Any]:
-    """Take a section out of the arguments of the Trainer."""
-    found = given.pop(name, None) or {}
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"trainer.{name}={found!r} is not a mapping; give its fields by name.")
-    return found
-
-
-def _check_workers(given: Any) -> int | tuple[int, float]:
-    """Return the number of workers, or the smallest and the largest one."""
-    scaling = ScalingConfig(num_workers=tuple(given) if isinstance(given, list) else given)
-    return scaling.min_workers if isinstance(given, int) else (scaling.min_workers, scaling.max_workers)
 
 
 def check_sizes(args: TrainerArgs, workers: Any, each: int) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.declarative.args import HOOKS
 from raysgd.errors import ConfigError
 
 
@@ -119,6 +118,10 @@ class TrainHook:
         Numbers, texts, tensors, arrays, and dicts and lists of them can be saved; other objects have to be made of such values
         again in `on_load_checkpoint`.
         """
+
+
+#: The names of all hooks.
+HOOKS = tuple(name for name in vars(TrainHook) if not name.startswith("_"))
 
 
 class Hooks:

@@ -7,34 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import os
 import re
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import yaml
 
+from raysgd._util.logs import get_logger
 from raysgd.config.argument_names import nearest
-from raysgd.declarative.args import FieldError, HookConfig, HookMapConfig, TrainerArgs
-from raysgd.declarative.values import TYPE_KEY, guess, is_full_name
+from raysgd.declarative.args import NOT_NEEDED, TrainerArgs
+from raysgd.declarative.fields import FieldError
+from raysgd.declarative.values import BOOL_WORDS, TYPE_KEY, guess, is_full_name, read_plain, read_settings
 from raysgd.errors import ConfigError, UnknownArgumentError
 
 _Path = tuple[str, ...]
 _NOTHING: Any = object()
 #: ``$(a.b)`` is a field, ``${NAME}`` a field or a variable of the environment; ``$$(`` and ``$${`` are the texts themselves.
 _REFERENCE = re.compile(r"\$\$(?=[({])|\$\(([\w.-]+)\)|\$\{([^{}]*)\}")
-#: Fields that are not arguments of components, whose texts are guessed when these are made.
-_SETTINGS = (
-    ("trainer",), ("engine",), ("search",), ("compute_config", "pas_config"), ("compute_config", "user_config")
-)  # fmt: skip
 #: Sections below which the keys of mappings are any.
 _OPEN_SECTIONS = ("trainer", "search", "compute_config")
-#: Texts that are bools in YAML 1.1 and texts in YAML 1.2.
-_BOOL_WORDS = {"yes": True, "on": True, "no": False, "off": False}
 COMMAND_LINE = "the command line"
 #: A few lines of aliases can stand for billions of values.
 _MAX_VALUES = 100_000
@@ -68,18 +62,13 @@ class Tree:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-        return cls.of_text(text, path)
-
-    @classmethod
-    def of_text(cls, text: str, name: str) -> Tree:
-        """Read YAML; ``name`` stands for the file in errors."""
         tree = cls()
-        node, reader = _compose(text, name, tree.places)
-        if node is None:
+        loader = _Loader(text, path, tree.places)
+        if loader.root is None:
             return tree
-        if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{name}: the file is not a mapping of names to values, such as max_epochs: 4.")
-        tree.values = reader.read(node, ())
+        if not isinstance(loader.root, yaml.MappingNode):
+            raise ConfigError(f"{path}: the file is not a mapping of names to values, such as max_epochs: 4.")
+        tree.values = loader.read(loader.root, ())
         return tree
 
     def place_of(self, path: Sequence[str]) -> str:
@@ -126,7 +115,7 @@ class Tree:
             entries = [] if found in (_NOTHING, None) else found
             if not isinstance(entries, list):
                 raise ConfigError(f"{word}: {'.'.join(path)} is {found!r}, not a list.")
-            kept = [each for each in entries if change == "+" or _guessed(each) != _guessed(value)]
+            kept = [each for each in entries if change == "+" or read_settings(each) != read_settings(value)]
             if change == "-" and kept == entries:
                 raise ConfigError(f"{word}: {'.'.join(path)} has no entry {value!r}; it is {found!r}.")
             inside[key] = [*kept, value] if change == "+" else kept
@@ -250,9 +239,17 @@ class Tree:
         Raises:
             ConfigError: A name is not known or a value is not allowed; the message names the place.
         """
+        values = self.resolved()
+        unused = []
+        for name, why in NOT_NEEDED.items():
+            *above, key = name.split(".")
+            section = values.get(above[0]) if above else values
+            if isinstance(section, dict) and section.pop(key, _NOTHING) is not _NOTHING:
+                unused.append(f"{name} ({why})")
+        if unused:
+            get_logger().warning("these fields are not needed, and are not used: %s.", ", ".join(unused))
         with self.naming_places():
-            args: TrainerArgs = _build(TrainerArgs, self.resolved(), ())
-        return args
+            return TrainerArgs(**values)
 
     @contextlib.contextmanager
     def naming_places(self) -> Iterator[None]:
@@ -261,7 +258,7 @@ class Tree:
             yield
         except FieldError as error:
             place = self.place_of(error.path)
-            kind = UnknownArgumentError if isinstance(error.__cause__, UnknownArgumentError) else ConfigError
+            kind = UnknownArgumentError if isinstance(error, UnknownArgumentError) else ConfigError
             raise kind(f"{place}: {error}" if place else str(error)) from None
 
 
@@ -331,17 +328,6 @@ def check_classes(before: Any, after: Any, changed: Sequence[_Path], path: _Path
             )
 
 
-def as_values(args: Any) -> Any:
-    """Return nested dicts and lists with the fields of `TrainerArgs`, in their order, as they are written in a file."""
-    if dataclasses.is_dataclass(args) and not isinstance(args, type):
-        return {each.name: as_values(getattr(args, each.name)) for each in dataclasses.fields(args)}
-    if isinstance(args, Mapping):
-        return {key: as_values(value) for key, value in args.items()}
-    if isinstance(args, (list, tuple)):
-        return [as_values(each) for each in args]
-    return re.sub(r"\$(?=[({])", "$$", args) if isinstance(args, str) else args
-
-
 def _entry(inside: Any, key: Any) -> Any:
     """Return the value of a key or the entry of a number; `_NOTHING` if there is none."""
     try:
@@ -404,10 +390,11 @@ def _read_word(text: str, path: _Path, place: str) -> Any:
         return text
     if isinstance(value := guess(text), (list, dict)):
         return value
-    node, reader = None, None
-    with contextlib.suppress(ConfigError):  # a text, such as "[CLS] first"
-        node, reader = _compose(text, place, {})
-    return text if node is None or reader is None else reader.read(node, path)
+    try:
+        loader = _Loader(text, place, {})
+    except ConfigError:  # a text, such as "[CLS] first"
+        return text
+    return loader.read(loader.root, path)
 
 
 def _check_bool_word(text: str, path: _Path, place: str) -> None:
@@ -417,10 +404,10 @@ def _check_bool_word(text: str, path: _Path, place: str) -> None:
         ConfigError: It is one.
     """
     is_typed = len(path) < 2 or not (_has_any_keys(path) or path[0] == "engine" or path[-2].endswith("args"))
-    if text.lower() in _BOOL_WORDS and not is_typed:
+    if text.lower() in BOOL_WORDS and not is_typed:
         raise ConfigError(
             f"{place}, {'.'.join(path)}: {text} is a bool in YAML 1.1 and a text in YAML 1.2; write "
-            f"{str(_BOOL_WORDS[text.lower()]).lower()}, or with quotes \"'{text}'\" for the text."
+            f"{str(BOOL_WORDS[text.lower()]).lower()}, or with quotes \"'{text}'\" for the text."
         )
 
 
@@ -428,53 +415,39 @@ def _check_bool_word(text: str, path: _Path, place: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """Reads texts that YAML 1.1 makes dates, times, octal numbers and bools, such as ``010`` and ``on``, as texts."""
+    """Makes values of YAML, and writes down where each stands.
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-
-
-_DIGITS = r"[0-9][0-9_]*"
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)", [*"-+0123456789"]),
-    ("float", rf"[-+]?(?:{_DIGITS}\.[0-9_]*|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?", [*"-+0123456789."]),
-    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", [*"-+."]),
-    ("merge", "<<", ["<"]),
-):  # fmt: skip
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
-
-
-def _compose(text: str, name: str, places: dict[_Path, str]) -> tuple[yaml.Node | None, _Reader]:
-    """Parse YAML; return its root and what makes values of it.
+    A text without quotes is the number, bool or null that it is for Python or YAML 1.2. Dates, times, octal numbers and words
+    such as ``on``, which are values in YAML 1.1, are texts.
 
     Raises:
         ConfigError: It is not YAML.
     """
-    loader = _Loader(text)
-    try:
-        return loader.get_single_node(), _Reader(loader, name, places)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = "" if mark is None else f", line {mark.line + 1}"
-        raise ConfigError(f"{name}{line}: {getattr(error, 'problem', None) or error}.") from None
-    except RecursionError:
-        raise ConfigError(f"{name}: values are nested too deeply to be read; write them with fewer levels.") from None
-    finally:
-        loader.dispose()
 
-
-class _Reader:
-    """Makes values of YAML's nodes, and writes down where each stands."""
-
-    def __init__(self, loader: yaml.SafeLoader, name: str, places: dict[_Path, str]) -> None:
-        self._loader = loader
-        self._name = name
-        self._places = places
+    def __init__(self, text: str, name: str, places: dict[_Path, str]) -> None:
+        self._file, self._places = name, places
         self._open: list[yaml.Node] = []
+        try:
+            super().__init__(text)
+            self.root = self.get_single_node()
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            line = "" if mark is None else f", line {mark.line + 1}"
+            raise ConfigError(f"{name}{line}: {_explain(error)}.") from None
+        except RecursionError:
+            raise ConfigError(
+                f"{name}: values are nested too deeply to be read; write them with fewer levels."
+            ) from None
+
+    def resolve(self, kind: type, value: Any, implicit: Any) -> Any:
+        """Return the tag of a value that has none in the text."""
+        if kind is yaml.ScalarNode and implicit[0]:
+            return "tag:yaml.org,2002:merge" if value == "<<" else _PLAIN
+        return super().resolve(kind, value, implicit)
 
     def read(self, node: yaml.Node, path: _Path) -> Any:
-        line = f"{self._name}, line {node.start_mark.line + 1}"
+        """Return the value of a node, which is at this path."""
+        line = f"{self._file}, line {node.start_mark.line + 1}"
         self._places.setdefault(path, line)
         if len(self._places) > _MAX_VALUES:
             raise ConfigError(
@@ -489,22 +462,21 @@ class _Reader:
             if isinstance(node, yaml.MappingNode):
                 return self._mapping(node, path)
             value = self._scalar(node)
-            if isinstance(value, str) and node.style is None:
-                _check_bool_word(value, path, line)
+            if node.tag == _PLAIN:
+                _check_bool_word(str(value), path, line)
             return value
         finally:
             self._open.pop()
 
-    def _mapping(self, node: yaml.MappingNode, path: _Path) -> dict[str, Any]:
-        self._loader.flatten_mapping(node)
-        found: dict[str, Any] = {}
+    def _mapping(self, node: yaml.MappingNode, path: _Path) -> dict[Any, Any]:
+        self.flatten_mapping(node)
+        found: dict[Any, Any] = {}
         for key_node, value_node in node.value:
             key: Any = self._scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
-            where = f"{self._name}, line {key_node.start_mark.line + 1}"
+            where = f"{self._file}, line {key_node.start_mark.line + 1}"
             if not isinstance(key, str) and not (_has_any_keys(path) and isinstance(key, (int, float, bool))):
                 raise ConfigError(f"{where}: {key!r} is not a name; keys are texts.")
-            if not path:
-                key = str(key).replace("-", "_")
+            key = key if path else str(key).replace("-", "_")
             if key in found:
                 raise ConfigError(f"{where}: {'.'.join((*path, key))} is given twice.")
             self._places[(*path, str(key))] = where
@@ -513,67 +485,16 @@ class _Reader:
 
     def _scalar(self, node: yaml.Node) -> Any:
         try:
-            return self._loader.construct_object(node)
+            return self.construct_object(node)
         except (yaml.YAMLError, ValueError) as error:
-            line = node.start_mark.line + 1
-            text = getattr(error, "problem", None) or error
-            raise ConfigError(f"{self._name}, line {line}: {text}; only plain values can be read.") from None
+            line = f"{self._file}, line {node.start_mark.line + 1}"
+            raise ConfigError(f"{line}: {_explain(error)}; only plain values can be read.") from None
 
 
-# -- dataclasses -----------------------------------------------------------------------------------------------------------
+#: The tag of a text without quotes.
+_PLAIN = "!plain"
+_Loader.add_constructor(_PLAIN, lambda loader, node: read_plain(node.value))
 
 
-def _build(kind: type, values: Any, path: _Path) -> Any:
-    """Make a dataclass of a mapping, or of the full name of a component; errors carry the whole path."""
-    if isinstance(values, str) and is_full_name(values):
-        values = {"type": values}
-    if not isinstance(values, Mapping):
-        also = " or the full name of a class" if hasattr(kind, "type") else ""
-        raise FieldError(path, f"{values!r} is not a mapping of names to values{also}.")
-    hints = get_type_hints(kind)
-    known = [each.name for each in dataclasses.fields(kind)]
-    given: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in known:
-            cause = UnknownArgumentError(name)
-            raise FieldError((*path, str(name)), f"there is no such field{nearest(str(name), known)}.") from cause
-        given[name] = _guessed(value) if (*path, name) in _SETTINGS else _value(hints[name], value, (*path, name))
-    try:
-        return kind(**given)
-    except FieldError as error:
-        raise FieldError((*path, *error.path), str(error)) from None
-
-
-def _guessed(value: Any) -> Any:
-    """Return settings in which a text that is a Python literal is that literal."""
-    if isinstance(value, Mapping):
-        return {key: _guessed(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_guessed(each) for each in value]
-    return guess(value) if isinstance(value, str) else value
-
-
-def _value(hint: Any, value: Any, path: _Path) -> Any:
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if types.NoneType in kinds and isinstance(value, str) and value.lower() in ("none", "null"):
-        return None
-    if isinstance(value, str) and str not in kinds and not any(get_origin(kind) is Literal for kind in kinds):
-        value = _BOOL_WORDS.get(value.lower(), value) if bool in kinds else value
-        value = guess(value) if isinstance(value, str) else value
-    if value is None and types.NoneType in kinds:
-        return None
-    nested = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
-    if nested == [HookConfig, HookMapConfig]:
-        nested = [
-            HookConfig if isinstance(value, str) or (isinstance(value, Mapping) and "type" in value) else HookMapConfig
-        ]
-    if nested and dataclasses.is_dataclass(value) and type(value) in nested:
-        return value
-    if nested:
-        return _build(nested[0], {} if value is None else value, path)  # type: ignore[arg-type]
-    entries = [get_args(kind)[0] for kind in kinds if get_origin(kind) is list]
-    if entries and dataclasses.is_dataclass(entries[0]):
-        if not isinstance(value, (list, tuple)):
-            raise FieldError(path, f"{value!r} is not a list.")
-        return [_value(entries[0], each, (*path, str(place))) for place, each in enumerate(value)]
-    return value
+def _explain(error: Exception) -> str:
+    return " ".join(str(getattr(error, "problem", None) or error).split())

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from raysgd._util.logs import get_logger
 from raysgd._util.text import with_article
 from raysgd.callbacks.base import Callback
-from raysgd.config.argument_names import nearest, refuse_unknown_fields
-from raysgd.config.checks import check_choice, check_count, from_mapping
-from raysgd.declarative.args import FieldError, TrainerArgs
-from raysgd.declarative.reading import SPACES, Tree, args_of, as_values, check_classes, merge
+from raysgd.config.argument_names import nearest
+from raysgd.declarative.args import ComponentConfig, SearchConfig, TrainerArgs, as_values
+from raysgd.declarative.fields import FieldError
+from raysgd.declarative.reading import SPACES, Tree, args_of, check_classes, merge
 from raysgd.declarative.values import Importer
 from raysgd.errors import ConfigError, TrainFuncError, UnknownArgumentError
 from raysgd.trainer.trainer import Trainer
@@ -22,52 +22,15 @@ from raysgd.trainer.trainer import Trainer
 _METRICS = ("train_loss", "gnorm", "lr", "rows", "train_wall", "step", "epoch")
 
 
-@refuse_unknown_fields()
-@dataclass(frozen=True, kw_only=True)
-class SearchConfig:
-    """The section ``search`` of a training.
-
-    Attributes:
-        space: Names of fields, and what is tried: ``{"optimizer.args.lr": {"loguniform": [1e-4, 1e-1]}}``, by the functions of
-            ``ray.tune``, or a list of values.
-        metric: What is optimized. None: ``val_loss``, or ``train_loss`` without validation data.
-        mode: ``"min"`` or ``"max"``.
-        num_samples: Samples of the space.
-        max_concurrent_trials: Trials at the same time; None: as many as fit.
-        time_budget_s: Seconds after which the search ends.
-        scheduler: ``{"type": full name, "args": {...}}`` of a scheduler of Ray Tune; None: every trial runs to its end.
-        search_alg: The same for a search algorithm; None: random and grid search.
-    """
-
-    space: Mapping[str, Any] = field(default_factory=dict)
-    metric: str | None = None
-    mode: Literal["min", "max"] = "min"
-    num_samples: int = 1
-    max_concurrent_trials: int | None = None
-    time_budget_s: float | None = None
-    scheduler: Mapping[str, Any] | None = None
-    search_alg: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("search.mode", self.mode, ("min", "max"))
-        check_count("search.num_samples", self.num_samples, minimum=1)
-        given: object = self.space
-        if not isinstance(given, Mapping) or not given:
-            raise ConfigError(
-                "search.space has no field; give fields and what is tried, such as optimizer.args.lr: [0.1, 0.01]."
-            )
-
-
-def check_search(args: TrainerArgs) -> SearchConfig:
-    """Return the section ``search``, checked as far as that needs neither Ray nor torch.
+def check_search(args: TrainerArgs) -> None:
+    """Check the section ``search`` as far as that needs neither Ray nor torch.
 
     Raises:
         FieldError: It cannot work.
     """
-    try:
-        settings = from_mapping(SearchConfig, args.search or {}, "search")
-    except ConfigError as error:
-        raise FieldError(("search",), str(error)) from None
+    settings = args.search
+    if settings is None:
+        return
     base = as_values(replace(args, search=None))
     known = (*_METRICS, *(("val_loss", "val_wall") if args.dataset.val_args else ()))
     is_known = settings.metric is None or settings.metric in known or settings.metric.startswith("lr_")
@@ -86,10 +49,11 @@ def check_search(args: TrainerArgs) -> SearchConfig:
                 check_classes(base, merge(base, {name: each}), [tuple(one.split(".")) for one in settings.space])
             except FieldError as error:
                 raise FieldError(("search", "space", name), str(error)) from None
-    return settings
 
 
-def search(args: TrainerArgs, training: Any, trainer: Trainer, callbacks: Sequence[Callback]) -> dict[str, Any]:
+def search(
+    args: TrainerArgs, settings: SearchConfig, training: Any, trainer: Trainer, callbacks: Sequence[Callback]
+) -> dict[str, Any]:
     """Search; return the best value of all steps of all trials, its ``step`` and ``epoch``, and what was tried as ``config``.
 
     ``last`` is the last value of the same trial, ``checkpoint`` the path of a checkpoint of that step, or None. Failed trials,
@@ -102,7 +66,7 @@ def search(args: TrainerArgs, training: Any, trainer: Trainer, callbacks: Sequen
 
     base = as_values(replace(args, search=None))
     with Tree().naming_places():
-        settings = check_search(args)
+        check_search(args)
         space = {name: _space_of(name, as_values(value)) for name, value in settings.space.items()}
     importer = Importer(training.allowed)
     metric = settings.metric or ("val_loss" if args.dataset.val_args else "train_loss")
@@ -169,8 +133,8 @@ def _check_trials(results: Any) -> None:
     get_logger().warning("%d of %d trials of the search failed, %s", results.num_errors, len(results), what)
 
 
-def _component(importer: Importer, given: Mapping[str, Any] | None) -> Any:
-    return None if given is None else importer.build(str(given.get("type")), given.get("args", {}))
+def _component(importer: Importer, given: ComponentConfig | None) -> Any:
+    return None if given is None else importer.build(given.type, given.args)
 
 
 def _space_of(name: str, value: Any) -> Any:

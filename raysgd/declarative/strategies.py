@@ -9,29 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import psutil
-
-from raysgd.declarative.args import FieldError, TrainerArgs
+from raysgd.declarative.args import TrainerArgs
+from raysgd.declarative.fields import FieldError, of_field
 from raysgd.declarative.values import Importer
 from raysgd.engine.config import EngineConfig
-from raysgd.errors import ConfigError
 
 #: What the precision of parameters is called by the engine.
 _PRECISIONS = {"fp32": "fp32", "bf16": "bf16-true", "fp16": "fp16"}
-#: Fields that are accepted and have no effect here, their defaults, and what to know instead.
-_WITHOUT_EFFECT = {
-    "gen_reuse": ("auto", "no code is generated, and a plan is made in seconds"),
-    "broadcast_strategy": ("all", "all workers start from equal weights by themselves"),
-    "instance_name": (None, "the run is named by checkpoint.save_dir"),
-}
-_WITHOUT_EFFECT_IN_COMPUTE = {
-    "constant_folding": (False, "the model is not traced into code"),
-    "trace_strategy": ("cuda_run_cpu_offload", "the model is not traced into code"),
-    "zero_ngroups": (1, "the optimizer's state is divided among all replicas of the model"),
-    "use_async_reducer": (False, "gradients are always reduced during the backward pass"),
-    "reducer_bucket_cap_mb": (None, "buckets have the sizes that reproducible sums need"),
-}
-
 #: Fields of the engine that follow from other fields here, and these.
 _SET_BY_THE_LOOP = {
     "accumulation_steps": "grad_accumulation_steps or global_batch_size",
@@ -42,18 +26,7 @@ _SET_BY_THE_LOOP = {
 
 def list_warnings(args: TrainerArgs) -> list[str]:
     """Return what the user should know of fields that mean something else here than in nnScaler."""
-    found = [
-        f"{name}={getattr(args, name)!r} has no effect: {why}."
-        for name, (default, why) in _WITHOUT_EFFECT.items()
-        if getattr(args, name) != default
-    ]
-    compute = args.compute
-    found += [
-        f"compute_config.{name}={getattr(compute, name)!r} has no effect: {why}."
-        for name, (default, why) in _WITHOUT_EFFECT_IN_COMPUTE.items()
-        if getattr(compute, name) != default
-    ]
-    checkpoint = args.checkpoint
+    found, checkpoint = [], args.checkpoint
     if checkpoint.save_type == "deduped":
         found.append("checkpoint.save_type='deduped' is what 'sharded' is, too: each tensor lies in a checkpoint once.")
     if not checkpoint.symlink_best_and_last:
@@ -95,10 +68,8 @@ def engine_fields(args: TrainerArgs, importer: Importer) -> dict[str, Any]:
     elif "." in args.pas_policy:
         fields |= _own_policy(args, importer)
     fields |= _further_fields(args)
-    try:
+    with of_field("engine", names=args.engine):
         EngineConfig.of(fields)
-    except ConfigError as error:
-        raise FieldError(("engine",), str(error)) from None
     return fields
 
 
@@ -171,10 +142,10 @@ def make_plan(args: TrainerArgs, fields: Mapping[str, Any], importer: Importer) 
     fixed = {
         name: value for name, value in fields.items() if name not in ("memory_per_device", "plan", "weighted_gradients")
     }
-    model_type = str(args.model.type)
+    model_type = args.model.type
 
     def make_optimizer(parameters: Any) -> Any:
-        return importer.build(str(args.optimizer.type), args.optimizer.args, parameters)
+        return importer.build(args.optimizer.type, args.optimizer.args, parameters)
 
     def compute_loss(model: Any, batch: Any) -> Any:
         return find_loss(model(batch), model_type)
@@ -212,4 +183,6 @@ def _memory_of(device: str, num_workers: int) -> float:
         import torch
 
         return float(torch.cuda.mem_get_info()[1])
+    import psutil
+
     return float(psutil.virtual_memory().total) / num_workers

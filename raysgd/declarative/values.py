@@ -1,7 +1,4 @@
-"""Objects from values: classes and functions by full name, ``__type``, ``__value_type``, and types guessed from text.
-
-`explain_missing` finds out without an import that a full name does not exist.
-"""
+"""Objects from values: classes and functions by full name, ``__type``, ``__value_type``, and types guessed from text."""
 
 from __future__ import annotations
 
@@ -9,14 +6,10 @@ import ast
 import builtins
 import contextlib
 import importlib
-import importlib.util
 import inspect
 import math
-import sys
-import tokenize
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 from raysgd.config.argument_names import nearest
@@ -174,6 +167,8 @@ def _text_arguments(made: Any) -> set[str]:
     return {each.name for each in parameters if each.annotation in (str, "str")}
 
 
+#: Texts that are bools in YAML 1.1 and texts in YAML 1.2.
+BOOL_WORDS = {"yes": True, "on": True, "no": False, "off": False}
 #: Texts that are values in YAML, and not in Python.
 _OF_YAML = {
     "true": True, "false": False, "null": None,
@@ -190,86 +185,27 @@ def guess(text: str) -> Any:
     return text if value is ... else value
 
 
-# -- names that do not exist -----------------------------------------------------------------------------------------------
-
-#: Names by which a module can get attributes that its source does not show.
-_DYNAMIC = {
-    "*", "__getattr__", "__path__", "__dict__", "globals", "locals", "vars", "exec", "eval", "setattr",
-    "import_module", "__import__", "sys.modules",
-}  # fmt: skip
+def read_plain(text: str) -> Any:
+    """Return what a text without quotes is in a file: a number, a bool, None, or the text."""
+    value = None if text in ("", "~") else guess(text)
+    return value if value is None or isinstance(value, (bool, int, float)) else text
 
 
-def explain_missing(name: str) -> str | None:
-    """Return why a full name certainly does not exist, as the source of its module says; None if it may exist.
-
-    The source is read, not executed, and no package is imported. Modules that are not written in Python, and those whose
-    attributes their source does not show, such as one with ``from other import *``, may have any name.
-    """
-    if not is_full_name(name):
-        return None
-    first, *parts = name.split(".")
-    if first == "__main__":  # that of a worker is another one
-        return None
-    try:
-        spec = importlib.util.find_spec(first)
-    except (ImportError, ValueError):  # a module without a specification, such as one that a notebook has made
-        return None
-    for part in parts:
-        if spec is None:
-            return None
-        inner = _find_submodule(spec, part)
-        if inner is None:
-            return _explain_missing_attribute(name, spec, part)
-        spec = inner
-    return None
+def read_none(value: Any) -> Any:
+    """Return None for the text ``none`` or ``null``, and any other value as it is."""
+    return None if isinstance(value, str) and value.lower() in ("none", "null") else value
 
 
-def _find_submodule(package: ModuleSpec, name: str) -> ModuleSpec | None:
-    places, full_name = package.submodule_search_locations, f"{package.name}.{name}"
-    try:
-        return None if places is None else PathFinder.find_spec(full_name, list(places))
-    except KeyError:  # a folder without __init__.py, which needs the imported package
-        return ModuleSpec(full_name, None)
+def read_value(value: Any) -> Any:
+    """Return the value that a text means for a field that is not a text."""
+    value = read_none(value)
+    return BOOL_WORDS.get(value.lower(), guess(value)) if isinstance(value, str) else value
 
 
-def _explain_missing_attribute(name: str, module: ModuleSpec, part: str) -> str | None:
-    if part.startswith("__") or hasattr(sys.modules.get(module.name), part):
-        return None
-    names = _names_in(module.origin)
-    if names is None or part in names:
-        return None
-    close = nearest(part, [each for each in names if not each.startswith("_")])
-    return f"{name}: {module.name} has no {part!r}{close}."
-
-
-def _names_in(path: str | None) -> set[str] | None:
-    """Return all names that a source file binds or uses anywhere; None if its module may have others."""
-    if path is None or not path.endswith(".py"):
-        return None
-    try:
-        with tokenize.open(path) as file:
-            tree = ast.parse(file.read())
-    except (OSError, SyntaxError, ValueError):  # an import says more about these
-        return None
-    names = {name for node in ast.walk(tree) for name in _names_of(node)}
-    return None if names & _DYNAMIC else names
-
-
-def _names_of(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.alias):
-        yield node.asname or node.name.partition(".")[0]
-        if node.name == "modules" or (node.name == "sys" and node.asname):  # from sys import modules
-            yield "sys.modules"
-    elif isinstance(node, ast.Name):
-        yield node.id
-    elif isinstance(node, ast.Attribute):
-        if node.attr in _DYNAMIC:
-            yield node.attr
-        elif node.attr == "modules" and isinstance(node.value, ast.Name):
-            yield f"{node.value.id}.modules"
-    elif isinstance(node, ast.Global):
-        yield from node.names
-    else:  # a function, class, exception or pattern
-        for field in ("name", "rest"):
-            if isinstance(name := getattr(node, field, None), str):
-                yield name
+def read_settings(value: Any) -> Any:
+    """Return settings in which a text that is a Python literal is that literal."""
+    if isinstance(value, Mapping):
+        return {key: read_settings(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [read_settings(each) for each in value]
+    return guess(value) if isinstance(value, str) else value

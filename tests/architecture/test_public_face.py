@@ -39,7 +39,7 @@ PUBLIC = {
     """.split(),
     "raysgd.declarative": """
         AggregatedOutputs CheckpointConfig ComputeConfig DataloaderConfig DatasetConfig DatasetSamplerConfig HookConfig
-        HookMapConfig LRSchedulerConfig LogConfig ModelConfig OptimizerConfig TrainHook TrainerArgs evaluate load_args
+        LRSchedulerConfig LogConfig ModelConfig OptimizerConfig TrainHook TrainerArgs evaluate load_args
         merge_checkpoint train
     """.split(),
     "raysgd.functions": """

@@ -115,7 +115,7 @@ def _trainings() -> dict[str, list[str]]:
 
 
 def test_raysgd_takes_the_trainings_of_all_files() -> None:
-    from raysgd.declarative.entry import load_args
+    from raysgd.declarative.checking import load_args
 
     for name, (command, flag, path, *words) in _trainings().items():
         assert (command, flag, Path(path).name) == ("train", "-f", "digits.yaml"), name

@@ -14,8 +14,9 @@ import raysgd
 from raysgd.checkpoint.links import list_manifests
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.declarative import load_args, train
+from raysgd.declarative.args import as_values
 from raysgd.declarative.entry import Training
-from raysgd.declarative.reading import args_of, as_values, merge
+from raysgd.declarative.reading import args_of, merge
 from raysgd.declarative.strategies import engine_fields
 from raysgd.declarative.values import Importer
 from raysgd.engine.config import EngineConfig
@@ -106,7 +107,7 @@ BASE: dict[str, Any] = {
     "optimizer": {"type": "torch.optim.AdamW", "args": {"lr": 0.01}},
     "dataset": {"type": "support.declared.SimpleDataset", "train_args": {"dim": 4, "size": 43, "noise": "torch"}},
     "lr_scheduler": {"type": "torch.optim.lr_scheduler.StepLR", "args": {"step_size": 1, "gamma": 0.5}},
-    "compute_config": {"use_end2end": True, "runtime_ngpus": 2},
+    "compute_config": {"runtime_ngpus": 2},
     "micro_batch_size": 2,
     "global_batch_size": 8,
     "max_epochs": 4,
@@ -167,7 +168,7 @@ dataset: {type: support.declared.SimpleDataset, train_args: {dim: 4, size: 24, n
 """,
 }
 SETTINGS = """
-compute_config: {runtime_ngpus: 2, use_end2end: true}
+compute_config: {runtime_ngpus: 2}
 optimizer: {type: torch.optim.AdamW, args: {lr: 1e-2}}
 lr_scheduler: {type: torch.optim.lr_scheduler.StepLR, args: {step_size: 2, gamma: 0.5}, interval: step}
 micro_batch_size: 2
@@ -211,7 +212,7 @@ def test_reductions_and_validation_are_over_all_ranks(tmp_path: Path) -> None:
             "val_args": {"values": [1.0, 2.0, 6.0]},
         },
         "dataset_sampler": {"train_args": {"shuffle": False}},
-        "compute_config": {"use_end2end": True, "runtime_ngpus": 2},
+        "compute_config": {"runtime_ngpus": 2},
         "micro_batch_size": 2,
         "global_batch_size": 8,
         "max_train_steps": 1,
@@ -247,7 +248,7 @@ def test_rows_are_counted_alike_by_a_pipeline(tmp_path: Path) -> None:
             "type": "support.declared.DrawingRows",
             "train_args": {"kind": kind, "rows": 5, "folder": str(tmp_path)},
         },
-        "compute_config": {"use_end2end": True, "plan_ngpus": 2, "runtime_ngpus": 4},
+        "compute_config": {"plan_ngpus": 2, "runtime_ngpus": 4},
         "pas_policy": "pp",
         "micro_batch_size": 2,
         "global_batch_size": 8,

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.cli.flags import Flag, FlagsCommand, parse_bool, parse_int, parse_number
+from raysgd.cli.flags import Flag, FlagsCommand
 
 FLAGS = [
-    Flag("--size", help="how many", parse=parse_int, metavar="N"),
-    Flag("--rate", help="at 50% or more", parse=parse_number, metavar="NUMBER"),
+    Flag("--size", help="how many", parse=click.INT, metavar="N"),
+    Flag("--rate", help="at 50% or more", parse=click.FLOAT, metavar="NUMBER"),
     Flag("--name", help="text"),
-    Flag("--loud", help="switch", parse=parse_bool, is_switch=True, metavar="true|false"),
+    Flag("--loud", help="switch", parse=click.BOOL, is_switch=True, metavar="true|false"),
     Flag("--env", help="pairs", may_repeat=True),
 ]
 HINTS = {"--nproc-per-node": "give --size"}
@@ -76,9 +76,9 @@ def test_values_are_parsed_as_they_were_written(size: int, rate: float, loud: bo
         (("--nproc-per-node=2",), "--nproc-per-node is not known: give --size."),
         (("--size",), "--size needs a value: --size N."),
         (("--size", "--rate", "2", "train.py"), "--size needs a value: --size N."),
-        (("--size", "two", "train.py"), "'--size': two: 'two' is not an int."),
-        (("--rate=x",), "'--rate': x: 'x' is not a number."),
-        (("--loud=maybe",), "'--loud': maybe: give true or false."),
+        (("--size", "two", "train.py"), "'--size': 'two' is not a valid integer."),
+        (("--rate=x",), "'--rate': 'x' is not a valid float."),
+        (("--loud=maybe",), "'--loud': 'maybe' is not a valid boolean."),
         (("--size=1", "--size=1"), "--size is given twice."),
     ],
 )

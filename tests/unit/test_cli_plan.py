@@ -120,7 +120,7 @@ def test_mistake_is_explained(run: Run, words: list[str], text: str) -> None:
 
 
 JOB = """\
-compute_config: {runtime_ngpus: 2, use_end2end: true}
+compute_config: {runtime_ngpus: 2}
 micro_batch_size: 8
 max_epochs: 1
 model: {type: models_of_plan.Line}
@@ -149,7 +149,7 @@ def test_training_of_a_file_is_planned(run: Run) -> None:
         (["-f", "job.yaml", "--allow-import", "torch"], "models_of_plan.Line may not be imported"),
         (
             ["-f", "job.yaml", "--engine.memory_per_device", "100"],
-            "engine: memory_per_device=100 is less than a megabyte",
+            "engine.memory_per_device: memory_per_device=100 is less than a megabyte",
         ),
         (["-f", "job.yaml", "--dataset.train_args.size", "0"], "the training data has no row"),
     ],

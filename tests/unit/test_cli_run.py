@@ -78,9 +78,9 @@ def test_restarts_include_exceptions() -> None:
     ("words", "text"),
     [
         (["--num-workers", "0"], "'--num-workers': 0: num_workers=0 is too small"),
-        (["--num-workers", "two"], "'--num-workers': two: 'two' is not an int."),
+        (["--num-workers", "two"], "'--num-workers': 'two' is not a valid integer."),
         (["--num-workers", "8:2"], "has its minimum above its maximum"),
-        (["--num-workers", "2:"], "'--num-workers': 2:: '' is not an int."),
+        (["--num-workers", "2:"], "'--num-workers': '' is not a valid integer."),
         (["--env", "NOT_SET_ANYWHERE"], "the variable is not set here; give NAME=VALUE."),
         (["--reduce", "loss"], "'--reduce': loss: give NAME=VALUE."),
         (["--reduce", "loss=avg"], "loss='avg' is not known; give one of"),

@@ -439,7 +439,11 @@ def test_lines_of_the_system_are_not_output(line: bytes, text: str | None) -> No
         ({"command_line": ["run", "train.py"]}, [], "the script train.py cannot be read"),
         ({"command_line": ["run", "train.py"]}, ["--num-worker", "2"], "did you mean '--num-workers'?"),
         ({"command_line": ["run", "train.py"]}, ["other.py"], "other.py is not a flag"),
-        ({"command_line": ["run", "--num-workers", "2", "train.py"]}, ["--num-workers", "x"], "'x' is not an int"),
+        (
+            {"command_line": ["run", "--num-workers", "2", "train.py"]},
+            ["--num-workers", "x"],
+            "'x' is not a valid integer",
+        ),
     ],
 )
 def test_run_that_cannot_be_restored_is_explained(

@@ -11,11 +11,14 @@ import types
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
 from raysgd.cli.main import main
-from raysgd.declarative.entry import _Job, check_sizes, importing_from, list_missing_modules, split_folder
+from raysgd.declarative.args import as_values
+from raysgd.declarative.checking import check_names, importing_from
+from raysgd.declarative.entry import _Job, check_sizes, split_folder
 from raysgd.declarative.reading import args_of
 from raysgd.errors import ConfigError
 from support.project import ROOT
@@ -38,19 +41,65 @@ def job(tmp_path: Path) -> str:
 def test_all_fields_and_defaults_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--print-config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert list(printed)[:9] == [
+    assert list(printed)[:6] == [
         "compute_config",
         "gen_savedir",
-        "gen_reuse",
         "pas_policy",
-        "broadcast_strategy",
-        "instance_name",
         "run_mode",
         "tracing_from_weights",
         "model",
     ]
+    assert printed["model"] == {"type": None, "args": {}}
     assert printed["checkpoint"]["save_dir"] == "./checkpoints"
-    assert len(printed) == 32
+    assert len(printed) == 29
+
+
+def test_schema_fits_the_examples_and_refuses_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--schema"]) == 0
+    check = jsonschema.Draft202012Validator(json.loads(capsys.readouterr().out))
+    check.check_schema(check.schema)
+    files = [*(ROOT / "examples" / "declarative").glob("*.yaml")]
+    assert files
+    for file in files:
+        assert list(check.iter_errors(yaml.safe_load(file.read_text()))) == [], file
+    right: list[dict[str, Any]] = [
+        {"model": "my.Model", "max_epochs": "$(max_train_steps)", "hook": {"on_epoch_end": "my.fn"}},
+        {"compute_config": {"use_end2end": True, "runtime_ngpus": None}, "gen_reuse": "moo"},
+        {"precision": {"param": "bf16"}, "engine": {"zero_stage": 1}, "search": {"space": {"max_epochs": [1, 2]}}},
+    ]
+    wrong: list[dict[str, Any]] = [
+        {"max_epoch": 1}, {"max_epochs": "two"}, {"max_epochs": 0}, {"model": {"args": {}}}, {"engine": {"zero_stag": 1}},
+        {"optimizer": {"type": "SGD"}}, {"checkpoint": {"save_type": "x"}}, {"precision": {"weight": "bf16"}}, {"log": 3},
+    ]  # fmt: skip
+    assert [each for each in right if not check.is_valid({**SMALL, **each})] == []
+    assert [each for each in wrong if check.is_valid({**SMALL, **each})] == []
+
+
+def test_help_lists_all_fields_with_what_they_may_be_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "--max_epochs N|none Epochs to train.",
+        '--optimizer.grad_reduction mean|sum|row-mean|per-token-mean "mean" or "sum" over',
+        "--checkpoint.save_last true|false Whether the newest checkpoint is always kept, and one is saved at the end of the "
+        "training. (default: true)",
+        "--engine.zero_stage N What each",
+        "--search.mode min|max",
+        "--model {...} The model. (needed)",
+    ):
+        assert part in text
+    named = set(re.findall(r"--([a-z_.0-9]+)", text.partition("Fields of the file:")[2]))
+    assert named >= set(_names(as_values(args_of(SMALL))))
+    assert "use_end2end" not in text
+
+
+def _names(values: dict[str, Any], prefix: str = "") -> list[str]:
+    inner = [
+        _names(each, f"{prefix}{name}.")
+        for name, each in values.items()
+        if isinstance(each, dict) and "args" not in name
+    ]
+    return [*(prefix + name for name in values), *(name for each in inner for name in each)]
 
 
 def test_a_file_is_printed_with_what_overrides_it(job: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,13 +181,16 @@ def test_every_size_of_an_elastic_group_takes_the_rows_of_a_step(
         ({"failure_config": 3}, "trainer.failure_config=3 is not a mapping"),
         ({"checkpoint_config": 3}, "trainer.checkpoint_config=3 is not a mapping"),
         ({"checkpoint_config": {"links": True}}, "trainer.checkpoint_config.links is set by the section checkpoint"),
-        ({"seed": 3}, "trainer.seed: there is no such argument"),
+        ({"seed": 3}, "trainer.seed: trainer has no argument 'seed'"),
     ],
 )
 def test_arguments_of_the_trainer_that_cannot_work_are_refused(trainer: dict[str, Any], text: str) -> None:
-    job = _Job.of({**SMALL, "trainer": trainer}, None)
-    with pytest.raises(ConfigError, match=text):
+    def make() -> None:
+        job = _Job.of({**SMALL, "trainer": trainer}, None)
         job.make_trainer(job.decide())
+
+    with pytest.raises(ConfigError, match=text):
+        make()
 
 
 def test_an_elastic_group_does_not_grow_beyond_the_rows_of_a_step() -> None:
@@ -192,17 +244,17 @@ def test_a_module_that_is_not_here_is_warned_of_before_workers_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "parts.py").touch()
+    (tmp_path / "parts.py").write_text("from models import Model, Data")
     args = args_of({**SMALL, "model": {"type": "parts.Model"}, "dataset": {"type": "no_such_module.Data"}})
     with importing_from(str(tmp_path)):
-        (text,) = list_missing_modules(args)
+        (text,) = check_names(args)
     assert text.startswith(
         "dataset.type no_such_module.Data: there is no module 'no_such_module' in the working directory"
     )
     monkeypatch.setitem(sys.modules, "without_specification", types.ModuleType("without_specification"))
     args = args_of({**SMALL, "model": {"type": "without_specification.Model"}, "dataset": {"type": "parts.Data"}})
     with importing_from(str(tmp_path)):
-        assert list_missing_modules(args) == []
+        assert check_names(args) == []
 
 
 def test_ray_is_asked_for_all_output_before_its_import(job: str) -> None:

@@ -16,8 +16,10 @@ import yaml
 
 from raysgd.declarative import CheckpointConfig, ModelConfig, TrainerArgs, load_args
 from raysgd.declarative import args as args_module
-from raysgd.declarative.args import HOOKS, FieldError, HookConfig, HookMapConfig, LogConfig, LRSchedulerConfig
-from raysgd.declarative.reading import Tree, args_of, as_values, merge
+from raysgd.declarative.args import HookConfig, LogConfig, LRSchedulerConfig, SearchConfig, as_values
+from raysgd.declarative.fields import FieldError
+from raysgd.declarative.hooks import HOOKS
+from raysgd.declarative.reading import Tree, args_of, merge
 from raysgd.declarative.searching import _best_of, _space_of, check_search
 from raysgd.errors import ConfigError, TrainFuncError
 
@@ -71,10 +73,7 @@ SMALL = {
 FIELDS = {
     "compute_config": None,
     "gen_savedir": "./.nnscaler",
-    "gen_reuse": "auto",
     "pas_policy": "autodist",
-    "broadcast_strategy": "all",
-    "instance_name": None,
     "run_mode": "run",
     "tracing_from_weights": None,
     "model": {"type": "my.Model", "args": {}},
@@ -139,33 +138,29 @@ def refusal(path: Path, *words: str) -> str:
 
 def test_fields_have_the_names_and_defaults_of_the_document() -> None:
     values = as_values(args_of(SMALL))
-    assert dict(list(values.items())[:29]) == FIELDS
-    assert list(values)[29:] == ["trainer", "engine", "search"]
+    assert dict(list(values.items())[:26]) == FIELDS
+    assert list(values)[26:] == ["trainer", "engine", "search"]
 
 
-@pytest.mark.parametrize(
-    ("component", "what"),
-    [
-        (LRSchedulerConfig, "lr_scheduler has"),
-        (LogConfig, "a logger has"),
-        (HookConfig, "hook has"),
-        (TrainerArgs, "model"),
-    ],
-)
-def test_component_without_a_type_is_refused(component: Any, what: str) -> None:
-    with pytest.raises(FieldError, match=f"{what}.* no type; give"):
-        component(**({"model": ModelConfig()} if component is TrainerArgs else {}))
+@pytest.mark.parametrize("component", [LRSchedulerConfig, LogConfig, HookConfig, ModelConfig])
+def test_component_without_a_type_is_refused(component: Any) -> None:
+    with pytest.raises(FieldError, match="type is missing; give the full name of a class or function") as caught:
+        component()
+    assert caught.value.path == ("type",)
 
 
 def test_all_settings_are_given_by_name() -> None:
-    kinds: list[Any] = [each for each in vars(args_module).values() if dataclasses.is_dataclass(each)]
+    kinds: list[Any] = [
+        each for each in vars(args_module).values() if getattr(each, "__module__", "") == args_module.__name__
+    ]
+    kinds = [each for each in kinds if dataclasses.is_dataclass(each)]
     assert len(kinds) >= 10
     assert [kind for kind in kinds if not all(each.kw_only for each in dataclasses.fields(kind))] == []
 
 
 def test_there_are_the_23_hooks_of_the_document() -> None:
     assert len(HOOKS) == 23
-    assert args_of({**SMALL, "hook": {"on_epoch_end": "my.fn"}}).hook == HookMapConfig(on_epoch_end="my.fn")
+    assert args_of({**SMALL, "hook": {"on_epoch_end": "my.fn"}}).hook == {"on_epoch_end": "my.fn"}
     assert args_of({**SMALL, "hook": {"type": "my.Hook"}}).hook == HookConfig(type="my.Hook")
 
 
@@ -203,11 +198,11 @@ def test_a_file_and_python_make_the_same(document: Path) -> None:
         (["--precision.param=bf16", "--precision.input", "fp32"], {"precision": {"param": "bf16", "input": "fp32"}}),
         (["--checkpoint.resume-from", "last"], {}),
         (["--trainer.num_workers", "[2, 4]"], {"trainer": {"num_workers": [2, 4]}}),
-        (["--instance_name", "12"], {"instance_name": "12"}),
+        (["--gen_savedir", "12"], {"gen_savedir": "12"}),
         (["--seed", "none"], {"seed": None}),
         (
             ["--search.space.optimizer.args.lr", "[0.1, 0.2]", "--search.space.model.args.dim.randint=[4, 8]"],
-            {"search": {"space": {"optimizer.args.lr": [0.1, 0.2], "model.args.dim": {"randint": [4, 8]}}}},
+            {"search": SearchConfig(space={"optimizer.args.lr": [0.1, 0.2], "model.args.dim": {"randint": [4, 8]}})},
         ),
         (
             [
@@ -215,7 +210,7 @@ def test_a_file_and_python_make_the_same(document: Path) -> None:
                 *("--search.space.optimizer.args.lr.uniform", "[0, 1]", "--search.space.micro-batch-size!"),
                 "--search.num_samples=3",
             ],
-            {"search": {"space": {"optimizer.args.lr": {"uniform": [0, 1]}}, "num_samples": 3}},
+            {"search": SearchConfig(space={"optimizer.args.lr": {"uniform": [0, 1]}}, num_samples=3)},
         ),
     ],
 )
@@ -248,7 +243,6 @@ def test_entries_of_a_list_are_overridden_by_number(document: Path) -> None:
             ["--grad_accumulation_steps", "3"],
             "does not agree with global_batch_size=8: that is 2 rows x 1 replicas x 4",
         ),
-        (["--compute_config.use_end2end=false"], "compute_config.use_end2end: use_end2end must be true"),
         (["--compute_config.plan_ngpus", "3"], r"runtime_ngpus=4 is not a multiple of plan_ngpus=3"),
         (["--checkpoint.every_n_epochs", "1"], "every_n_train_steps and every_n_epochs are both given"),
         (["--optimizer.grad_reduction", "per-token-mean"], "needs aggregate_outputs_fn"),
@@ -257,7 +251,7 @@ def test_entries_of_a_list_are_overridden_by_number(document: Path) -> None:
         (["--precision", "fp8"], "precision='fp8' is not known"),
         (["--precision.weight=bf16"], "precision='weight' is not known"),
         (["--precision", "3"], "precision: precision='3' is not known"),
-        (["--search", "3"], "search: search=3 is not a mapping"),
+        (["--search", "3"], r"--search 3\), search: '3' is not a mapping of names to values"),
         (
             ["--search.space.max_epoch", "[1]"],
             r"search.space.max_epoch: there is no such field \(did you mean 'max_epochs'",
@@ -274,8 +268,8 @@ def test_entries_of_a_list_are_overridden_by_number(document: Path) -> None:
             ["--search.space.optimizer.args.lr", "[1]", "--search.metric", "val_los"],
             r"search.metric: a training reports no 'val_los' \(did you mean 'val_loss'",
         ),
-        (["--search.spaces.max_epochs", "[3]"], "search: .*did you mean 'space'"),
-        (["--dataloader.type="], "dataloader.type: type is empty; give a text, or leave it out"),
+        (["--search.spaces.max_epochs", "[3]"], r"search.spaces: there is no such field \(did you mean 'space'"),
+        (["--dataloader.type="], "dataloader.type: type is empty; give a value, or leave it out"),
         (["--checkpoint.save_dir", ""], "checkpoint.save_dir: save_dir is empty"),
         (["--model.type", "Net"], r"--model.type Net\), model.type: type='Net' is not the full name of a class"),
         (["--dataset.type", "a-b.C"], "dataset.type: type='a-b.C' is not the full name"),
@@ -283,7 +277,27 @@ def test_entries_of_a_list_are_overridden_by_number(document: Path) -> None:
         (["--hook.on_epoch_end", "say"], "hook.on_epoch_end: on_epoch_end='say' is not the full name"),
         (["--init_env_fn", "start"], "init_env_fn: init_env_fn='start' is not the full name"),
         (["--pas_policy", "dpp"], "pas_policy='dpp' is not known"),
-        (["--model!"], "model: model has no type"),
+        (["--model!"], "model: model is missing; give the full name of a class or function, such as my.model"),
+        (
+            ["--trainer.num_worker", "2"],
+            r"trainer.num_worker: trainer has no argument 'num_worker' \(did you mean 'num_workers'",
+        ),
+        (
+            ["--trainer.cpus_per_worker", "none"],
+            r"trainer.cpus_per_worker: cpus_per_worker='none' is a str; give a number",
+        ),
+        (
+            ["--trainer.failure_config.max_failure", "2"],
+            r"line \(--tr.*\), trainer.failure_config.max_failure: FailureConfig has no .*did you mean 'max_failures'",
+        ),
+        (["--engine.zero_stag", "1"], r"engine.zero_stag: EngineConfig has no .*did you mean 'zero_stage'"),
+        (["--engine.zero-stage", "7"], r"engine.zero_stage: zero_stage=7 is not known; give 0, 1, 2 or 3"),
+        (["--log.0.type", "WandbLogger", "--log.0.args.projct", "x"], "log.0.args.projct: .*did you mean 'project'"),
+        (["--hook.on_epoch_ends", "my.fn"], r"hook.on_epoch_ends: there is no such hook \(did you mean 'on_epoch_end'"),
+        (["--checkpoint.no_save", "2"], "checkpoint.no_save: no_save=2 is not a bool; give true or false"),
+        (["--optimizer.clip_gnorm", "nan"], "clip_gnorm='nan' is a str; give a number"),
+        (["--optimizer.clip_gnorm", "-1"], "clip_gnorm=-1 is too small; give 0.0 or more"),
+        (["--seed", "-1"], "seed: seed=-1 is too small; give 0 or more"),
         (["--log.1.type", "x"], "'1' is not the number of an entry"),
         (["--model.args.dim", "$(model.args.nlayer)"], r"refers to model.args.nlayer, .*did you mean 'nlayers'"),
         (
@@ -301,8 +315,8 @@ def test_a_mistake_is_refused_with_its_place(document: Path, words: list[str], t
     [
         ("max_epochs: 4", "max_epoch: 4", r"job.yaml, line 12, max_epoch: .*did you mean 'max_epochs'"),
         ("    lr: 0.01", "    lr: 0.01\n    lr: 0.02", "job.yaml, line 25: optimizer.args.lr is given twice"),
-        ("pas_policy: autodist", "pas_policy:", "line 9, pas_policy: pas_policy is empty; give a text"),
-        ("max_epochs: 4", "precision: [fp32]", r"line 12, precision: precision=\['fp32'\] is not a mapping"),
+        ("pas_policy: autodist", "pas_policy:", "line 9, pas_policy: pas_policy is empty; give a value"),
+        ("max_epochs: 4", "precision: [fp32]", r"line 12, precision: precision=\['fp32'\] is not known; give"),
         ("    lr: 0.01", "    lr: [0.01", "job.yaml, line 2[0-9]: "),
         (
             "    lr: 0.01",
@@ -340,9 +354,9 @@ def test_a_file_of_endless_aliases_or_levels_is_refused(tmp_path: Path) -> None:
 
 
 def test_references_give_the_value_with_its_type() -> None:
-    values = {**SMALL, "micro_batch_size": "$(dataset.train_args.size)", "instance_name": "of-$(max_epochs)"}
+    values = {**SMALL, "micro_batch_size": "$(dataset.train_args.size)", "gen_savedir": "of-$(max_epochs)"}
     args = args_of(values)
-    assert (args.micro_batch_size, args.instance_name) == (3, "of-1")
+    assert (args.micro_batch_size, args.gen_savedir) == (3, "of-1")
 
 
 def test_anchors_and_merges_of_yaml_are_read(tmp_path: Path) -> None:
@@ -356,6 +370,22 @@ def test_changes_are_merged_by_dotted_names() -> None:
     merged = merge({"a": {"b": 1, "c": 2}, "l": [{"x": 1}]}, {"a.b": 3, "l.0.x": 4, "d": 5, "a": {"e": 6}})
     assert merged == {"a": {"b": 3, "c": 2, "e": 6}, "l": [{"x": 4}], "d": 5}
     assert merge({"a": None}, {"a.b": 3}) == {"a": {"b": 3}}
+
+
+def test_fields_that_are_not_needed_are_read_with_one_note(document: Path, caplog: pytest.LogCaptureFixture) -> None:
+    document.write_text("gen_reuse: moo\n" + DOCUMENT)
+    args = load_args(
+        document, ["--compute_config.runtime_ngpus=4", "--instance_name", "x", "--gen_savedir", "of-$(instance_name)"]
+    )
+    assert args.gen_savedir == "of-x"
+    (note,) = caplog.messages
+    assert note.startswith(
+        "these fields are not needed, and are not used: gen_reuse (no code is generated), instance_name (a run"
+    )
+    assert "compute_config.use_end2end (the model's forward always takes a batch and returns the loss)" in note
+    caplog.clear()
+    assert args_of(as_values(args)) == args
+    assert caplog.messages == []
 
 
 def test_epochs_between_checkpoints_default_to_one() -> None:
@@ -372,7 +402,8 @@ def _objects() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("space", "text"),
     [
-        (3, "search.space has no field; give fields and what is tried"),
+        (3, "search.space: space=3 is not a mapping"),
+        ({}, "search.space: space is empty; give a value"),
         ({"max_epoch": [1]}, r"there is no such field \(did you mean 'max_epochs'"),
         ({"max_epochs.x": [1]}, r"max_epochs is 1, which has no field 'x'"),
         (
@@ -415,7 +446,7 @@ def test_a_space_of_the_file_is_changed_by_the_command_line(tmp_path: Path) -> N
     (tmp_path / "job.yaml").write_text(yaml.safe_dump({**SMALL, "search": {"space": space}}))
     words = ["--search.space.optimizer.args.lr.uniform", "[0, 1]", "--search.space.model.args.choice", "[3]"]
     search = load_args(tmp_path / "job.yaml", words).search
-    assert search == {"space": {"optimizer.args.lr": {"uniform": [0, 1]}, "model.args.choice": [3]}}
+    assert search == SearchConfig(space={"optimizer.args.lr": {"uniform": [0, 1]}, "model.args.choice": [3]})
 
 
 def test_keys_of_an_argument_that_is_a_dict_may_be_numbers(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import raysgd
+from raysgd.declarative.args import as_values
 from raysgd.declarative.components import make_model
 from raysgd.declarative.entry import Training, write_plan
-from raysgd.declarative.reading import args_of, as_values, merge
+from raysgd.declarative.reading import args_of, merge
 from raysgd.declarative.strategies import decide, engine_fields, list_warnings
 from raysgd.declarative.values import Importer
 from raysgd.engine.config import EngineConfig
@@ -270,14 +271,12 @@ def test_inputs_and_buffers_have_their_types() -> None:
     assert all(each.dtype == torch.float32 for each in run(training(max_epochs=1, precision="none"))[1].values())
 
 
-def test_fields_without_effect_are_named() -> None:
-    values = training(
-        gen_reuse="moo", broadcast_strategy="none", compute_config={"use_end2end": True, "zero_ngroups": 2}
-    )
+def test_what_means_something_else_than_in_nnscaler_is_named() -> None:
+    values = training(checkpoint__save_type="deduped", precision="fp16")
     values.pop("seed")
     texts = "\n".join(list_warnings(args_of(values)))
     assert all(
-        name in texts for name in ("gen_reuse='moo'", "broadcast_strategy='none'", "zero_ngroups=2", "neither seed")
+        name in texts for name in ("save_type='deduped' is what 'sharded' is", "fp16 of parameters is", "neither seed")
     )
     assert list_warnings(args_of(MLP)) == []
 
@@ -343,7 +342,7 @@ def test_fields_of_the_engine_that_the_training_sets_are_refused(name: str) -> N
 
 def test_strategies_follow_from_the_settings() -> None:
     def fields(**changes: Any) -> dict[str, Any]:
-        compute = {"use_end2end": True, "plan_ngpus": 4, "use_zero": True}
+        compute = {"plan_ngpus": 4, "use_zero": True}
         return engine_fields(args_of(training(compute_config=compute, **changes)), Importer())
 
     assert fields(pas_policy="tp") == {"zero_stage": 1, "tensor_parallel": 4}
@@ -494,7 +493,7 @@ def test_a_stop_saves_also_without_save_last(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_any_policy_can_be_compiled_to_a_plan(tmp_path: Path) -> None:
     values = training(
-        compute_config={"use_end2end": True, "runtime_ngpus": 2},
+        compute_config={"runtime_ngpus": 2},
         run_mode="compile",
         pas_policy="dp",
         engine={"clip_grad_norm": 1.0, "zero_stage": 1},

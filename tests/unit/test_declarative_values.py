@@ -13,7 +13,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from raysgd.declarative.values import Importer, explain_missing, guess
+from raysgd.declarative.checking import explain_missing
+from raysgd.declarative.values import Importer, guess
 from raysgd.errors import ConfigError
 
 
@@ -133,7 +134,8 @@ def test_a_name_that_is_not_a_text_is_refused(value: dict[str, Any]) -> None:
         ("for Lien in (1,): pass", "parts.Lien", None),
         ("with open(__file__) as Lien: pass", "parts.Lien", None),
         ("match 3:\n    case int() as Lien: pass", "parts.Lien", None),
-        ("class Line", "parts.Lien", None),
+        ("# Lien is gone", "parts.Lien", None),
+        ("class Line: ...  # model.eval()", "parts.Lien", "parts.Lien: parts has no 'Lien'"),
     ],
 )
 def test_a_name_that_a_source_does_not_have_is_found_without_an_import(

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from raysgd.cli.main import main
 from raysgd.cli.train import command
 from raysgd.declarative import load_args
-from raysgd.declarative.args import HookConfig
+from raysgd.declarative.args import HookConfig, as_values
 from raysgd.declarative.entry import _Job, split_folder
-from raysgd.declarative.reading import args_of, as_values, merge
+from raysgd.declarative.reading import args_of, merge
 from raysgd.declarative.values import Importer, guess
 from raysgd.errors import ConfigError
 
@@ -124,7 +124,7 @@ def test_plain_values_mean_the_same_in_arguments_and_sections_of_the_user(
 ) -> None:
     path = tmp_path / "job.yaml"
     first, second = section.split(".")
-    values = {**SMALL, "compute_config": {"use_end2end": True, "user_config": {}}}
+    values = {**SMALL, "compute_config": {"user_config": {}}}
     values[first] = {**values[first], second: {"x": "HERE"}}
     path.write_text(yaml.safe_dump(values).replace("HERE", written if written != "..." else "'...'"))
     word = f"\"'{written[1:-1]}'\""[1:-1] if written.startswith("'") else written
@@ -275,8 +275,8 @@ def test_a_flag_of_the_command_is_given_once(
 def test_folders_in_the_home_folder_are_found_from_python_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere/of_mine")
     assert split_folder("~/runs/line") == ("/somewhere/of_mine/runs", "line")
-    job = _Job.of(dataclasses.replace(args_of(SMALL), gen_savedir="~/plans", instance_name="$${x}"), None)
-    assert (job.args.gen_savedir, job.args.instance_name) == ("/somewhere/of_mine/plans", "$${x}")
+    job = _Job.of(dataclasses.replace(args_of(SMALL), gen_savedir="~/plans", trainer={"ray_address": "$${x}"}), None)
+    assert (job.args.gen_savedir, job.args.trainer["ray_address"]) == ("/somewhere/of_mine/plans", "$${x}")
 
 
 @pytest.mark.parametrize(

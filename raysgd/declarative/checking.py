@@ -1,0 +1,158 @@
+"""Read a training from its file, and check its values and the names of its components, on the driver, before anything starts.
+
+Neither Ray nor a component is imported, but Ray for a search.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import sys
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
+
+from raysgd.config.argument_names import nearest
+from raysgd.declarative.args import TrainerArgs, as_values
+from raysgd.declarative.fields import FieldError
+from raysgd.declarative.reading import Tree
+from raysgd.declarative.strategies import engine_fields
+from raysgd.declarative.values import TYPE_KEY, VALUE_KEY, VALUE_TYPE_KEY, ComponentError, Importer, is_full_name
+
+#: Fields outside of sections of components that have the full name of a function.
+_FUNCTIONS = (("init_env_fn",), ("optimizer", "aggregate_outputs_fn"), ("dataloader", "train_args", "collate_fn"))
+#: What gives a module names that its source does not show.
+_DYNAMIC = re.compile(
+    r"\bimport\s*\(?\s*\*|\b(__getattr__|__path__|__dict__|globals|locals|exec|setattr|import_module|__import__)\b"
+    r"|(?<!\.)\b(vars|eval)\b|\bsys\s*\.\s*modules\b|\bfrom\s+sys\b|\bsys\s+as\b"
+)
+
+
+def load_args(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TrainerArgs:
+    """Read a training from a YAML file.
+
+    Args:
+        path: The file.
+        overrides: Words as on the command line, such as ``["--max_epochs", "2", "--model.args.dim=32"]``.
+
+    Raises:
+        ConfigError: It cannot be read, or a value is not allowed; the text names file, line and key.
+    """
+    tree = Tree.of_file(os.fspath(path))
+    tree.override(overrides)
+    args = tree.make_args()
+    with tree.naming_places():
+        check_names(args)
+        if not is_full_name(args.pas_policy):  # it adds fields, and is called when the training starts
+            engine_fields(args, Importer())
+        if args.search is not None:
+            from raysgd.declarative.searching import check_search  # imports Ray
+
+            check_search(args)
+    return args
+
+
+@contextlib.contextmanager
+def importing_from(folder: str) -> Iterator[None]:
+    """Make modules in a folder importable within the block."""
+    if not os.path.isdir(folder) or folder in sys.path:
+        yield
+        return
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
+
+
+def check_names(args: TrainerArgs, importer: Importer | None = None) -> list[str]:
+    """Check that components may be imported and exist in the modules of this machine, without importing them.
+
+    Returns:
+        What to warn of: components whose modules this machine does not have. Workers elsewhere may have them.
+
+    Raises:
+        FieldError: One certainly does not exist, or may not be imported.
+    """
+    missing = []
+    found = list(_find_names(as_values(args), ()))
+    for path, name in found:
+        if importer is not None and path[0] != "log" and is_full_name(name):  # known loggers are not imported
+            try:
+                importer.check_allowed(name, name)
+            except ComponentError as error:
+                raise FieldError(path, str(error)) from None
+    with importing_from(os.getcwd()):
+        for path, name in found:
+            text = explain_missing(name)
+            if text is not None and not args.trainer.get("runtime_env"):  # with it, workers may have other modules
+                raise FieldError(path, text)
+            module = name.partition(".")[0]
+            # `find_spec` raises for loaded modules without a specification, such as __main__.
+            if len(path) == 2 and module not in sys.modules and importlib.util.find_spec(module) is None:
+                missing.append(
+                    f"{'.'.join(path)} {name}: there is no module {module!r} in the working directory {os.getcwd()} or installed "
+                    "here; the training fails if the workers have none either."
+                )
+    return missing
+
+
+def _find_names(values: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the fields that have the full name of a class or function, and the names."""
+    entries = enumerate(values) if isinstance(values, list) else values.items() if isinstance(values, Mapping) else ()
+    for key, value in entries:
+        here = (*path, str(key))
+        if isinstance(value, str) and (here in _FUNCTIONS or _is_name(here, values)):
+            yield here, value
+        else:
+            yield from _find_names(value, here)
+
+
+def _is_name(path: tuple[str, ...], values: Any) -> bool:
+    *_, owner, key = ("", *path)
+    in_arguments = any(part.endswith("args") for part in path[:-1])
+    if key == VALUE_KEY:
+        return in_arguments and values.get(VALUE_TYPE_KEY) == "function"
+    return key == TYPE_KEY if in_arguments else key == "type" or owner == "hook"
+
+
+def explain_missing(name: str) -> str | None:
+    """Return why a full name certainly does not exist: its module has no such word in its source; None if it may exist.
+
+    The source is read, not executed, and no package is imported. Modules that are not written in Python, and those whose source
+    does not show their names, such as one with ``from other import *``, may have any name.
+    """
+    first, *parts = name.split(".")
+    if not is_full_name(name) or first == "__main__":  # that of a worker is another one
+        return None
+    try:
+        spec = importlib.util.find_spec(first)
+        while spec is not None and parts:
+            places, part = spec.submodule_search_locations, parts.pop(0)
+            inner = None if places is None else PathFinder.find_spec(f"{spec.name}.{part}", list(places))
+            if inner is None:
+                return _explain_missing_word(name, spec, part)
+            spec = inner
+    except (ImportError, KeyError, ValueError):  # made by a notebook, or a folder without __init__.py in a package
+        pass
+    return None
+
+
+def _explain_missing_word(name: str, module: ModuleSpec, word: str) -> str | None:
+    path = str(module.origin)
+    if not path.endswith(".py") or word.startswith("__") or hasattr(sys.modules.get(module.name), word):
+        return None
+    try:
+        with tokenize.open(path) as file:
+            source = file.read()
+    except (OSError, SyntaxError, ValueError):  # an import says more about these
+        return None
+    words = set(re.findall(r"\w+", source))
+    if word in words or _DYNAMIC.search(source):
+        return None
+    close = nearest(word, [each for each in words if not each.startswith("_")])
+    return f"{name}: {module.name} has no {word!r}{close}."

@@ -1,0 +1,159 @@
+"""What the fields of a training are made of: kinds of values, which pydantic reads and checks, and errors that name the field."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs, ErrorDetails
+
+from raysgd._util.text import with_article
+from raysgd.config.argument_names import nearest
+from raysgd.declarative.values import NO_FULL_NAME, is_full_name, read_none, read_settings, read_value
+from raysgd.errors import ConfigError, UnknownArgumentError
+
+T = TypeVar("T")
+
+
+class FieldError(ConfigError):
+    """A field has a value that cannot work.
+
+    Attributes:
+        path: The names that lead to the field, such as ``("checkpoint", "save_type")``.
+    """
+
+    def __init__(self, path: tuple[str, ...], text: str) -> None:
+        super().__init__(text)
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, str(self))
+
+
+class UnknownFieldError(FieldError, UnknownArgumentError):
+    """There is no field of this name."""
+
+
+@contextlib.contextmanager
+def of_field(*path: str, names: Collection[str] = ()) -> Iterator[None]:
+    """Make an error of the block one of a field, or of that one of the fields in it which the message names first."""
+    try:
+        yield
+    except ConfigError as error:
+        known = {name.replace("-", "_"): name for name in names}
+        named = [known[word] for word in re.findall(r"\w+", str(error)) if word in known]
+        kind = UnknownFieldError if isinstance(error, UnknownArgumentError) else FieldError
+        raise kind((*path, *named[:1]), str(error)) from None
+
+
+# -- kinds of values -------------------------------------------------------------------------------------------------------
+
+
+def _check_path(path: str, info: ValidationInfo) -> str:
+    if (found := re.search(r"\$\{?(\w+)\}?", path)) is not None:
+        raise ConfigError(
+            f"{info.field_name}={path!r} has {found[0]}, which is not resolved: write ${{{found[1]}}} in a file or on the "
+            "command line."
+        )
+    return path
+
+
+Bool = Annotated[bool, Field(strict=True), BeforeValidator(read_value)]
+Count = Annotated[int, Field(strict=True, ge=1), BeforeValidator(read_value)]
+Seed = Annotated[int, Field(strict=True, ge=0), BeforeValidator(read_value)]
+Amount = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), BeforeValidator(read_value)]
+Text = Annotated[str, Field(min_length=1)]
+Path = Annotated[Text, AfterValidator(_check_path)]
+#: The full name of a class or function.
+FullName = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)+$")]
+#: Arguments of a component, whose texts are read when it is made.
+Args = dict[str, Any]
+#: Values that nothing else reads.
+Settings = Annotated[dict[str, Any], BeforeValidator(read_settings)]
+Maybe = Annotated[T | None, BeforeValidator(read_none)]
+
+#: What is said of a value, by the type of pydantic's error.
+_SENTENCES = {
+    "bool_type": "is not a bool; give true or false.",
+    "dict_type": "is not a mapping of argument names to values.",
+    "finite_number": "is out of range; give a finite number.",
+    "float_type": "is {kind}; give a number.",
+    "greater_than_equal": "is too small; give {ge} or more.",
+    "int_type": "is {kind}; give an int.",
+    "list_type": "is not a list.",
+    "literal_error": "is not known; give {expected}{close}.",
+    "string_pattern_mismatch": NO_FULL_NAME,
+    "string_type": "is {kind}; give a text.",
+}
+
+
+def _explain(errors: list[ErrorDetails]) -> FieldError:
+    """Return the error of a field for those of pydantic; of the alternatives of a field, for the one that is nearest."""
+    error = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(each["loc"]))
+    value, context = error["input"], dict(error.get("ctx", {}))
+    is_key = error["loc"][-1:] == ("[key]",)
+    path = tuple(
+        str(each) for each in error["loc"] if not re.search(r"^[A-Z]|[-\[]", str(each))
+    )  # without alternatives
+    cause = context.get("error")
+    if cause is not None:
+        kind = type(cause) if isinstance(cause, FieldError) else FieldError
+        return kind((*path, *getattr(cause, "path", ())), str(cause))
+    name = path[-2 if is_key else -1]
+    if error["type"] == "missing":
+        return FieldError(path, f"{name} is missing; give the full name of a class or function, such as my.{path[0]}.")
+    if value in (None, "", {}):
+        return FieldError(path, f"{name} is empty; give a value, or leave it out.")
+    close = nearest(value, re.findall(r"'([^']*)'", str(context.get("expected"))))
+    sentence = _SENTENCES.get(error["type"], "cannot be used: {msg}.")
+    context |= {"kind": with_article(type(value).__name__), "close": close, "msg": error["msg"]}
+    return FieldError(path, f"{name}={value!r} {sentence.format(**context)}")
+
+
+class _Explained(type):
+    """Makes objects of a class, with errors that say which field is wrong."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            raise _explain(error.errors(include_url=False)) from None
+
+
+CONFIG = ConfigDict(extra="forbid", defer_build=True)
+
+
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class Section(metaclass=_Explained):
+    """Fields of a training, as a frozen dataclass."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        """Check that all fields exist; a component may be written as its class alone."""
+        if isinstance(given, cls):
+            return given
+        values = (given.kwargs or {}) if isinstance(given, ArgsKwargs) else {} if given is None else given
+        known = [each.name for each in dataclasses.fields(cls)]
+        if isinstance(values, str) and "type" in known and is_full_name(values):
+            return {"type": values}
+        if not isinstance(values, Mapping):
+            also = " or the full name of a class" if "type" in known else ""
+            raise FieldError((), f"{values!r} is not a mapping of names to values{also}.")
+        for name in values:
+            if name not in known:
+                raise UnknownFieldError((str(name),), f"there is no such field{nearest(str(name), known)}.")
+        return values if given is None else given
