@@ -20,7 +20,7 @@ def train_func(config: dict[str, Any]) -> dict[str, Any]:
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    from raysgd.engine import PreTrainer
+    from raysgd import PreTrainer
 
     x = torch.randn(48, 5, generator=torch.Generator().manual_seed(0))
     y = x.prod(1, keepdim=True)

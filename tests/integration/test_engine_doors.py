@@ -139,7 +139,7 @@ def make_template(**settings: Any) -> Any:
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    from raysgd.engine import Finetuner
+    from raysgd import Finetuner
 
     class Tuner(Finetuner):
         def train_valid_test_datasets_provider(self) -> Any:
