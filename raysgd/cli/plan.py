@@ -52,7 +52,7 @@ def _execute(ctx: click.Context, /, model: str, **_: Any) -> int:
     sys.path.insert(0, os.getcwd())
     functions = {name: load_function(given[name], name) for name in ("--loss", "--optimizer") if name in given}
     model_fn, batch_fn = load_function(model, "MODEL"), load_function(given["--batch"], "--batch")
-    from raysgd.engine.planning.plan import plan
+    from raysgd.engine.planning.strategy_plan import plan
 
     options: dict[str, Any] = {
         "loss_fn": functions.get("--loss"),

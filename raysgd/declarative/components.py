@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from raysgd._util.logs import get_logger
 from raysgd._util.text import with_article
@@ -22,7 +22,7 @@ from raysgd.declarative.values import ComponentError, Importer, naming
 from raysgd.session import api, context, rank_state
 from raysgd.torch.loader import PreparedLoader, make_batch_seeds, prepare_data_loader
 from raysgd.torch.rows import skip_batches
-from raysgd.torch.samplers import seeded
+from raysgd.torch.samplers import Order
 
 _logger = get_logger()
 #: Arguments that the loop sets.
@@ -160,33 +160,7 @@ def _make_sampler(args: TrainerArgs, importer: Importer, stage: str, dataset: An
             rank=identity.data_parallel_rank,
         )
     has_own_draws = not isinstance(sampler, DistributedSampler) and hasattr(sampler, "__len__")
-    return EqualDraws(sampler, args.seed or 0) if has_own_draws else sampler
-
-
-class EqualDraws(Sampler[Any]):
-    """A sampler that draws the same on all ranks, so that the shards of the ranks have every row once.
-
-    Its order is drawn when an epoch begins, with Python's, NumPy's and torch's generators seeded with seed + epoch.
-    """
-
-    def __init__(self, sampler: Any, seed: int) -> None:
-        self.sampler = sampler
-        self._seed = seed
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-        if callable(inner := getattr(self.sampler, "set_epoch", None)):
-            inner(epoch)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        own = getattr(self.sampler, "generator", None)
-        with seeded(self._seed + self._epoch, *([own] if isinstance(own, torch.Generator) else [])):
-            order = list(self.sampler)
-        return iter(order)
+    return Order(sampler, args.seed or 0) if has_own_draws else sampler
 
 
 def _without(given: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -266,14 +240,13 @@ class Batches:
     def has_plain_order(self) -> bool:
         """Whether the order of the data is known without drawing from global generators, and rows are read in this process."""
         inner = self._inner
-        is_known = type(getattr(inner, "sampler", None)) in (DistributedSampler, EqualDraws)
+        is_known = type(getattr(inner, "sampler", None)) in (DistributedSampler, Order)
         return type(inner) is DataLoader and is_known and not inner.num_workers
 
     @property
     def is_even(self) -> bool:
-        """Whether the sampler gives all replicas of the model equally many batches."""
-        inner = self._inner
-        return isinstance(inner, DataLoader) and isinstance(inner.sampler, DistributedSampler)
+        """Whether it is known that all replicas of the model have equally many batches."""
+        return isinstance(self.loader, PreparedLoader) and self.loader.knows_own_rows
 
     def _converted(self, batches: Iterator[Any]) -> Iterator[Any]:
         if self._type is None:

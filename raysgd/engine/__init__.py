@@ -8,7 +8,7 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from raysgd.engine.config import EngineConfig
-    from raysgd.engine.memory import MemoryUse
+    from raysgd.engine.model.memory_use import MemoryUse
     from raysgd.engine.planning import Candidate, Hardware, MemoryEstimate, Plan, plan, predict_memory
 
 _MODULE_OF = {
@@ -16,7 +16,7 @@ _MODULE_OF = {
     "EngineConfig": "raysgd.engine.config",
     "Hardware": "raysgd.engine.planning",
     "MemoryEstimate": "raysgd.engine.planning",
-    "MemoryUse": "raysgd.engine.memory",
+    "MemoryUse": "raysgd.engine.model.memory_use",
     "Plan": "raysgd.engine.planning",
     "plan": "raysgd.engine.planning",
     "predict_memory": "raysgd.engine.planning",

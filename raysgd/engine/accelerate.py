@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -22,8 +21,8 @@ from raysgd.engine.config import (
     current_engine_config,
     merge_configs,
 )
-from raysgd.engine.optimizer import EngineOptimizer
-from raysgd.engine.precision import LossScale
+from raysgd.engine.model.precision import LossScale
+from raysgd.engine.optimizer.engine_optimizer import EngineOptimizer
 from raysgd.engine.step import Step
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api
@@ -111,7 +110,9 @@ def accelerate(
     if optimizer is not None:
         return step.model, EngineOptimizer(optimizer, step)
     kept = set(step.model.parameters())
-    _refuse_optimizers_of(parameter for parameter in before if parameter not in kept)
+    for replaced in (each for each in before if each not in kept):
+        setattr(replaced, _REPLACED, True)
+        _check_first_steps()
     return step.model
 
 
@@ -216,33 +217,19 @@ class _PassHooks:
         queue_callback(lambda: queue_callback(lambda: self._step.end_pass(1.0)))
 
 
-def _refuse_optimizers_of(replaced: Iterable[nn.Parameter]) -> None:
-    """Raise an error at the first step of an optimizer that was made before its parameters were replaced."""
-    num_replaced = 0
-    for parameter in replaced:
-        setattr(parameter, _REPLACED, True)
-        num_replaced += 1
-    if num_replaced:
-        _check_first_steps()
-
-
-_checked: weakref.WeakSet[Optimizer] | None = None
-
-
+@functools.cache
 def _check_first_steps() -> None:
-    global _checked
-    if _checked is None:
-        _checked = weakref.WeakSet()
-        register_optimizer_step_pre_hook(_check_step)
+    """Raise an error at the first step of an optimizer that was made before its parameters were replaced."""
+    checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in checked:
+            return
+        if any(getattr(each, _REPLACED, False) for group in optimizer.param_groups for each in group["params"]):
+            raise UsageError(
+                f"this {type(optimizer).__name__} was made before accelerate(zero_stage=3) replaced the model's parameters, so "
+                "it would train nothing: make it afterwards of model.parameters(), or give it to accelerate(optimizer=...)."
+            )
+        checked.add(optimizer)
 
-def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    assert _checked is not None
-    if optimizer in _checked:
-        return
-    if any(getattr(parameter, _REPLACED, False) for group in optimizer.param_groups for parameter in group["params"]):
-        raise UsageError(
-            f"this {type(optimizer).__name__} was made before accelerate(zero_stage=3) replaced the model's parameters, so it "
-            "would train nothing: make it afterwards of model.parameters(), or give it to accelerate(optimizer=...)."
-        )
-    _checked.add(optimizer)
+    register_optimizer_step_pre_hook(check)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from raysgd._util.text import with_article
 from raysgd.checkpoint.codecs.torch import is_dtensor
 from raysgd.engine.config import EngineConfig
-from raysgd.engine.optimizer_shards import GradientHook
+from raysgd.engine.optimizer.shards import GradientHook
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api, context
 from raysgd.torch.model import is_wrapped

@@ -16,10 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
-from raysgd.engine.blocks import find_blocks, find_stage_blocks
 from raysgd.engine.checks import check_averages
 from raysgd.engine.config import OWN_PLAN_OF_SEQUENCES, RECOMPUTED_EVERY, EngineConfig
-from raysgd.engine.data_parallel import (
+from raysgd.engine.data_parallel.replicas import (
     AveragedReplicas,
     DataParallel,
     DdpReplicas,
@@ -28,17 +27,18 @@ from raysgd.engine.data_parallel import (
     ShardedGradients,
     ShardedOptimizer,
 )
-from raysgd.engine.local_tensors import make_data_settable
-from raysgd.engine.optimizer_parameters import OptimizerNumbers, refuse_optimizer, replace_parameters
-from raysgd.engine.precision import DTYPES, autocast_forward, cast_inputs
-from raysgd.engine.recomputation import recompute
+from raysgd.engine.model.blocks import find_blocks, find_stage_blocks
+from raysgd.engine.model.local_tensors import make_data_settable
+from raysgd.engine.model.precision import DTYPES, autocast_forward, cast_inputs
+from raysgd.engine.model.recomputation import recompute
+from raysgd.engine.optimizer.parameters import OptimizerNumbers, refuse_optimizer, replace_parameters
 from raysgd.errors import ConfigError
 from raysgd.torch.devices import device
 from raysgd.torch.model import is_wrapped, prepare_optimizer
 from raysgd.torch.restoring import place_state
 
 if TYPE_CHECKING:
-    from raysgd.engine.pipeline.model import PipelinedModel
+    from raysgd.engine.pipeline.pipelined_model import PipelinedModel
 
 #: Strategies that carry sparse gradients.
 _CARRY_SPARSE = {
@@ -142,7 +142,7 @@ def compose(
 
 def _choose_data_parallel(config: EngineConfig, mesh: Mesh, optimizer: Optimizer | None) -> type[DataParallel]:
     if config.zero_stage == 3:
-        from raysgd.engine.fully_sharded import FullySharded  # imports FSDP, which nothing else needs
+        from raysgd.engine.data_parallel.fully_sharded import FullySharded  # imports FSDP, which nothing else needs
 
         return FullySharded
     if config.zero_stage > 0 and mesh().size(0) > 1:  # one data-parallel rank has nothing to divide
@@ -215,7 +215,7 @@ def _split(config: EngineConfig, mesh: Mesh, model: nn.Module) -> PipelinedModel
             "workers that share a GPU use, sends tensors of the CPU only. Give each worker a GPU of its own "
             "(gpus_per_worker=1, with nccl), or use zero_stage or tensor_parallel instead."
         )
-    from raysgd.engine.pipeline.model import PipelinedModel  # imports DTensors, as tensor parallelism does
+    from raysgd.engine.pipeline.pipelined_model import PipelinedModel  # imports DTensors, as tensor parallelism does
 
     pipeline = PipelinedModel(model, stages, config.pipeline_schedule, config.micro_batches)
     if config.tensor_parallel > 1 and len(pipeline.split.stacks) > 1:
@@ -229,15 +229,10 @@ def _split(config: EngineConfig, mesh: Mesh, model: nn.Module) -> PipelinedModel
 def _shard_layers(config: EngineConfig, mesh: Mesh, model: nn.Module, plan: Any) -> None:
     from raysgd.engine.tensor_parallel import apply_tensor_plan, make_tensor_plan
 
-    ranks = mesh()["tp"]
     if plan is None:
         plan = make_tensor_plan(model, config.tensor_parallel, config.sequence_parallel)
-    apply_tensor_plan(model, ranks, plan)
+    apply_tensor_plan(model, mesh()["tp"], plan)
     make_data_settable()
-    # Outside of the tensor-parallel layers, all ranks of a replica draw the same random numbers.
-    seed = torch.tensor(torch.initial_seed() % 2**62, device=device())
-    dist.broadcast(seed, group=ranks.get_group(), group_src=0)
-    torch.manual_seed(int(seed))
 
 
 def _recompute(model: nn.Module, blocks: Iterable[nn.Module]) -> None:

@@ -18,11 +18,11 @@ from raysgd.config.checks import check_count
 from raysgd.engine.checks import check_parts, check_workers
 from raysgd.engine.composing import compose
 from raysgd.engine.config import EngineConfig, current_engine_config, merge_configs
-from raysgd.engine.memory import KeptActivations, MemoryUse, measure
-from raysgd.engine.optimizer import EngineOptimizer
-from raysgd.engine.precision import LossScale
+from raysgd.engine.model.memory_use import KeptActivations, MemoryUse, measure
+from raysgd.engine.model.precision import LossScale
+from raysgd.engine.optimizer.engine_optimizer import EngineOptimizer
+from raysgd.engine.optimizer.schedule import Schedule
 from raysgd.engine.saving import SAVED_NAMES, EngineState, collect, spread
-from raysgd.engine.schedule import Schedule
 from raysgd.engine.step import Step
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import api, context
@@ -31,7 +31,7 @@ from raysgd.torch.loader import prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
 
 if TYPE_CHECKING:
-    from raysgd.engine.planning.plan import Plan
+    from raysgd.engine.planning.strategy_plan import Plan
 
 
 class Engine:
@@ -175,11 +175,11 @@ class Engine:
 
     def begin_step(self, num_batches: int) -> None:
         """Set how many batches the next step has, in place of ``accumulation_steps``."""
-        self._running().set_num_batches(check_count("begin_step(num_batches)", num_batches, minimum=1))
+        self._running().accumulation.steps = check_count("begin_step(num_batches)", num_batches, minimum=1)
 
     def begin_batch(self, num_rows: int) -> None:
         """Set how many rows of the next batch count, which weigh its gradients; for loops with loaders of their own."""
-        self._running().begin_batch(num_rows)
+        self._running().batches.begin(num_rows)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of a complete step, which are those of its mean loss; call it before they are clipped."""

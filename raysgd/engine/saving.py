@@ -19,11 +19,11 @@ from raysgd._util.logs import get_logger
 from raysgd._util.text import with_article
 from raysgd.checkpoint.codecs.torch import AbsentTensor, is_dtensor
 from raysgd.engine.composing import Composed
-from raysgd.engine.local_tensors import make_dtensor
-from raysgd.engine.optimizer import EngineOptimizer
-from raysgd.engine.optimizer_parameters import Change, list_names
-from raysgd.engine.precision import LossScale
-from raysgd.engine.schedule import Schedule
+from raysgd.engine.model.local_tensors import make_dtensor
+from raysgd.engine.model.precision import LossScale
+from raysgd.engine.optimizer.engine_optimizer import EngineOptimizer
+from raysgd.engine.optimizer.parameters import Change, list_names
+from raysgd.engine.optimizer.schedule import Schedule
 from raysgd.errors import CheckpointError
 from raysgd.session import api
 from raysgd.torch.model import unwrap

@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
-from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.checks import (
     check_hooks,
     check_loss,
@@ -29,11 +28,12 @@ from raysgd.engine.checks import (
 )
 from raysgd.engine.composing import Composed, place_loaded
 from raysgd.engine.config import WITHOUT_OPTIMIZER, EngineConfig
-from raysgd.engine.data_parallel import Mesh
-from raysgd.engine.gradients import Gradients, HiddenGradients, HostFlag, scale
-from raysgd.engine.optimizer_calls import OptimizerCalls
-from raysgd.engine.precision import LossScale, overflows
-from raysgd.engine.used_batches import UsedBatches
+from raysgd.engine.data_parallel.replicas import Mesh
+from raysgd.engine.gradients.accumulation import Accumulation
+from raysgd.engine.gradients.clipping import Gradients, HiddenGradients, HostFlag, scale
+from raysgd.engine.gradients.used_batches import UsedBatches
+from raysgd.engine.model.precision import LossScale, overflows
+from raysgd.engine.optimizer.calls import OptimizerCalls
 from raysgd.errors import CheckpointError, UsageError
 from raysgd.session import api, context
 from raysgd.torch.attached import AttachedForward, AttachedHook, differentiable
@@ -65,6 +65,8 @@ class Step:
     Attributes:
         composed: What the strategies made of the model.
         model: What the loop calls.
+        accumulation: Counts the batches of the step.
+        batches: Those that the loop has read.
         hidden: The gradients of a step that is not complete.
         clips: Whether `take_gradients` clips.
         optimizer_calls: Lets optimizers find their shards.
@@ -83,8 +85,8 @@ class Step:
         self.composed, self.model = composed, composed.model
         self._config, self._optimizer, self._mesh = config, optimizer, mesh
         self._loss_scale, self._advice = loss_scale, advice
-        self._accumulation = Accumulation(config.accumulation_steps)
-        self._batches = UsedBatches(self._accumulation)
+        self.accumulation = Accumulation(config.accumulation_steps)
+        self.batches = UsedBatches(self.accumulation)
         self._data_parallel = composed.data_parallel
         self._gradients = Gradients(
             lambda: self._parameters.values(),
@@ -106,7 +108,7 @@ class Step:
         self.optimizer_calls = OptimizerCalls(
             optimizer,
             composed.data_parallel,
-            self._accumulation,
+            self.accumulation,
             lambda: self._parameters,
             is_scaled=loss_scale.is_enabled,
         )
@@ -139,25 +141,17 @@ class Step:
 
         def on_batch(batch: HandedBatch) -> None:
             for each in [step for step in _steps if step.reads(dataset)]:
-                each._batches.hand_out(batch)
+                each.batches.hand_out(batch)
 
         def on_end() -> None:
             for each in [step for step in _steps if step.reads(dataset)]:
-                each._batches.end()
+                each.batches.end()
 
         return FollowedLoader(prepared, on_batch, on_end=on_end, keeps_repeated=not self._config.weighted_gradients)
 
     def reads(self, dataset: Any) -> bool:
         """Return whether the batches of a dataset are this step's: it has a loader of it, or has none at all."""
         return self._dataset is None or self._dataset is dataset
-
-    def set_num_batches(self, num_batches: int) -> None:
-        """Set how many batches each step has from now on."""
-        self._accumulation.steps = num_batches
-
-    def begin_batch(self, num_rows: int) -> None:
-        """Begin a batch of the loop's own, of which so many rows count on this rank."""
-        self._batches.begin(num_rows)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -190,7 +184,7 @@ class Step:
 
     def begin_pass(self) -> None:
         """Take the gradients of the open step back from the loop, before a backward pass adds to them."""
-        if self._accumulation.is_open and not self.is_complete:
+        if self.accumulation.is_open and not self.is_complete:
             self.hidden.restore()
         else:
             self._data_parallel.shards.hold_gradients()
@@ -198,7 +192,7 @@ class Step:
                 self._gradients.scale(self._divided_by)
             else:
                 self._kept = self._gradients.take()
-        self._data_parallel.begin_pass(self._accumulation)
+        self._data_parallel.begin_pass(self.accumulation)
 
     def end_pass(self, weight: float) -> None:
         """Count a backward pass; then show its gradients to the loop if the step is complete, and hide them else.
@@ -206,7 +200,7 @@ class Step:
         Args:
             weight: That of the batch. It counts in the first pass of a batch: several losses of one batch add up.
         """
-        accumulation = self._accumulation
+        accumulation = self.accumulation
         if accumulation.is_first_pass and (self._config.weighted_gradients or not accumulation.is_complete):
             self._weight += weight
         accumulation.on_backward()
@@ -225,13 +219,13 @@ class Step:
         self._follow_model()
         if not torch.is_grad_enabled():
             return
-        will_complete = self._batches.on_forward(inputs, is_training=module.training)
+        will_complete = self.batches.on_forward(inputs, is_training=module.training)
         if module.training:
-            self._accumulation.on_forward()
+            self.accumulation.on_forward()
             self._data_parallel.begin_forward(will_complete=will_complete)
 
     def _end_forward(self, outputs: Any) -> None:
-        self._batches.mark(outputs)
+        self.batches.mark(outputs)
         if self._config.tensor_parallel > 1 or self._data_parallel.gathers_parameters:
             for each in differentiable(outputs):
                 each.register_hook(self._check_order)  # type: ignore[no-untyped-call]
@@ -249,8 +243,8 @@ class Step:
         Raises:
             UsageError: It is not known, and matters.
         """
-        self._batches.on_backward(loss)
-        if self._batches.is_ambiguous and (self._accumulation.steps > 1 or self._config.weighted_gradients):
+        self.batches.on_backward(loss)
+        if self.batches.is_ambiguous and (self.accumulation.steps > 1 or self._config.weighted_gradients):
             raise UsageError(
                 "the loop has read batches ahead, and called the model with other tensors than the loader's, so that it is not "
                 "known of which batch this backward pass is: change tensors in the dataset, in collate_fn or in the model, read "
@@ -259,11 +253,11 @@ class Step:
 
     def _begin_pipeline(self, batch: Any) -> float:
         """Begin the passes of a batch; return what its gradients are multiplied by."""
-        self._batches.on_forward(batch, is_training=True)
+        self.batches.on_forward(batch, is_training=True)
         show_pass(batch, is_training=True)
         self._begin_backward(None)
         if self._config.weighted_gradients:
-            self._pipeline_weight = float(0 if self._batches.num_rows == 0 else count_rows(batch))
+            self._pipeline_weight = float(0 if self.batches.num_rows == 0 else count_rows(batch))
         self._follow_model()
         self.begin_pass()
         self._num_pipelined += 1
@@ -282,7 +276,7 @@ class Step:
     def _weight_of(self, weight: float | None) -> float:
         if not self._config.weighted_gradients or self.composed.pipeline is not None:
             return self._pipeline_weight if self._config.weighted_gradients else 1.0
-        rows = self._batches.num_rows
+        rows = self.batches.num_rows
         if weight is not None and rows != 0:
             return float(weight)
         assert rows is not None
@@ -291,7 +285,7 @@ class Step:
     @property
     def _expected_weight(self) -> float:
         """What losses are divided by: the batches of a full step, so that its gradients need not be divided."""
-        return 1.0 if self._config.weighted_gradients else float(self._accumulation.steps)
+        return 1.0 if self._config.weighted_gradients else float(self.accumulation.steps)
 
     def _factor(self, weight: float) -> float:
         """Return what the loss of a batch is multiplied by."""
@@ -327,7 +321,7 @@ class Step:
     @property
     def is_complete(self) -> bool:
         """Whether the gradients of the step are complete, and the optimizer has not used them yet."""
-        return self._accumulation.is_complete
+        return self.accumulation.is_complete
 
     def clip(self, max_norm: float) -> torch.Tensor | None:
         """Clip the gradients of a complete step by their global norm; returns it, or None if there are none or not finite."""
@@ -363,7 +357,7 @@ class Step:
     @property
     def hides_gradients(self) -> bool:
         """Whether there are gradients of an unfinished step, which the loop does not see."""
-        return self._accumulation.is_open and not self.is_complete
+        return self.accumulation.is_open and not self.is_complete
 
     @property
     def is_finite(self) -> bool:
@@ -424,8 +418,8 @@ class Step:
                 f"optimizer.step() was called with gradients that {self._advice}, and optimizer.zero_grad() after each step."
             )
         self._check_clear()
-        self._accumulation.end_batch()
-        self._batches.end_batch()
+        self.accumulation.end_batch()
+        self.batches.end_batch()
 
     def take_gradients(self) -> bool:
         """Take the gradients of a complete step from the loop, and clip them.
@@ -458,8 +452,8 @@ class Step:
         """End a complete step: the optimizer has used its gradients, or has skipped them since they are not finite."""
         skipped = not self.is_finite
         self._loss_scale.update(overflowed=skipped)
-        self._accumulation.on_step(skipped=skipped)
-        self._batches.end_step()
+        self.accumulation.on_step(skipped=skipped)
+        self.batches.end_step()
         # If the loop keeps the gradients, those of the next pass are added.
         self._weight, self._num_pipelined = 0.0, 0
         self.share_buffers()
@@ -477,10 +471,10 @@ class Step:
             of_model: Those of all.
         """
         if self.is_complete:
-            self._accumulation.discard()
-            self._batches.end_step()
+            self.accumulation.discard()
+            self.batches.end_step()
             self._weight = 0.0
-        if self._accumulation.is_open:
+        if self.accumulation.is_open:
             self.hidden.drop_strange(self._parameters.values())  # of the loss of another engine's model
         elif self._optimizer is not None:
             dropped = [each for group in self._optimizer.param_groups for each in group["params"]]
@@ -493,11 +487,11 @@ class Step:
 
     def should_schedule(self) -> bool:
         """Return whether a call of the scheduler counts now; it may come before the optimizer's step or after it."""
-        return self.is_finite if self.is_complete else self._accumulation.may_schedule()
+        return self.is_finite if self.is_complete else self.accumulation.may_schedule()
 
     def on_schedule(self) -> None:
         """The scheduler has made a step."""
-        self._accumulation.on_schedule()
+        self.accumulation.on_schedule()
 
     # -- an unfinished step in a checkpoint -------------------------------------------------------------------------------
 
@@ -509,7 +503,7 @@ class Step:
         Raises:
             UsageError: The gradients are complete, and the optimizer has not used them.
         """
-        if not self._accumulation.is_open or self._optimizer is None:
+        if not self.accumulation.is_open or self._optimizer is None:
             return None
         if self.is_complete:
             raise UsageError(
@@ -524,7 +518,7 @@ class Step:
             self._weight = float(weight) / self._mesh().size(0)
         tensors = {name: self._updated(each) for name, each in self._parameters.items()}
         saved = {
-            "batches": self._accumulation.num_batches,
+            "batches": self.accumulation.num_batches,
             "weight": self._weight,
             "is_weighted": self._config.weighted_gradients,
             "replicas": api.data_parallel_size(),
@@ -537,7 +531,7 @@ class Step:
 
     def check_saved(self) -> None:
         """Check that a checkpoint without this step's gradients lacks none; see `raysgd.engine.checks.check_saved`."""
-        check_saved(is_open=self._accumulation.is_open and self._optimizer is not None)
+        check_saved(is_open=self.accumulation.is_open and self._optimizer is not None)
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Continue the unfinished step that `save` returned, maybe on other ranks; gradients that there are now are dropped.
@@ -545,8 +539,8 @@ class Step:
         Raises:
             CheckpointError: Its batches were weighted otherwise.
         """
-        self._accumulation.discard()
-        self._batches.end_step()
+        self.accumulation.discard()
+        self.batches.end_step()
         self.hidden.drop()
         self._kept, self._weight = {}, 0.0
         self.zero_grad()
@@ -567,7 +561,7 @@ class Step:
         self._data_parallel.resume_gradients()
         self._hide()
         self._weight = saved["weight"] * share
-        self._accumulation.resume(saved["batches"])
+        self.accumulation.resume(saved["batches"])
 
     def _restore_gradients(self, saved: Mapping[str, Any]) -> None:
         gradients = {}
@@ -594,7 +588,7 @@ class Step:
                 "compose(optimizer=...)."
             )
         is_pipelined = self.composed.pipeline is not None
-        check_weight(self._config, weight, is_pipelined=is_pipelined, is_known=self._batches.num_rows is not None)
+        check_weight(self._config, weight, is_pipelined=is_pipelined, is_known=self.batches.num_rows is not None)
 
     def check_updated(self) -> None:
         """Check that what the optimizer updates is the model's, or has no gradient; see `raysgd.engine.checks`."""
@@ -604,7 +598,7 @@ class Step:
     def _check_clear(self) -> None:
         """Check that it is known where batches begin, if it matters."""
         is_fixed = self.is_complete and not self._config.weighted_gradients
-        if self._accumulation.is_unclear and not is_fixed:
+        if self.accumulation.is_unclear and not is_fixed:
             raise UsageError(
                 "engine.backward was called several times before optimizer.step(), and the engine does not know whether that was "
                 "for one batch with several losses, or for several batches: call optimizer.step() after each batch, or add the "

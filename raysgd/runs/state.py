@@ -36,6 +36,7 @@ class RunState:
         state: The outcome; of a run without an end, that of `raysgd.result.RunStatus` if the cluster was asked and has it, or
             by its files ``"paused"``, ``"live"``, or ``"silent"``: it was lost, or its cluster does not write its files now.
         alias: The name for ``raysgd attach``, if the run is live and detached.
+        is_live: The cluster that was asked has it.
         iteration: The number of its last complete round.
         metrics: The metrics of that round.
         world_size: The workers of its last attempt; 0 while it is paused.
@@ -50,6 +51,7 @@ class RunState:
     run_dir: str
     state: str
     alias: str | None = None
+    is_live: bool = False
     iteration: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
     world_size: int = 0

@@ -17,7 +17,10 @@ from raysgd.errors import UsageError
 
 def count_rows(batch: Any) -> int:
     """Return the size of the first dimension of a batch's first tensor or array; 1 if there is none."""
-    return next((len(each) for each in leaves_of(batch) if _has_rows(each)), 1)
+    sizes = (
+        each.size(0) if isinstance(each, torch.Tensor) else len(each) for each in leaves_of(batch) if _has_rows(each)
+    )
+    return next(sizes, 1)  # a nested tensor has no len()
 
 
 def take_rows(batch: Any, num_rows: int) -> Any:

@@ -9,31 +9,38 @@ import copy
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, ClassVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from raysgd._util.text import with_article
 from raysgd.config.checks import check_count
 from raysgd.errors import ConfigError, UsageError
 from raysgd.session import context
-from raysgd.torch.batches import without_rows
+from raysgd.torch.batches import count_rows, without_rows
 from raysgd.torch.devices import device, to_device
 from raysgd.torch.own_shards import check_no_repeats, is_own_shard, stated_shard
 from raysgd.torch.samplers import (
     BatchSeeds,
-    EvaluationBatches,
-    EvaluationItems,
-    EvaluationTurns,
     LoaderSeeds,
+    Order,
+    RankBatches,
+    RankSampler,
     Shard,
-    UnevenBatchSampler,
+    forward_epoch,
+    is_plain_shuffle,
+    with_inner,
 )
 
-_Split = Callable[[Any, bool], Any]
 _END = object()
 _BEFORE_A_FORK_S = 0.002
+#: The epoch that samplers of users got last from a prepared loader. Another one was set by the loop, as in torchrun's scripts.
+_forwarded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+#: For each batch of a rank: how many items it has, and how many of these are the rank's own; None: not known.
+_Reads = dict[int, tuple[int, int]] | None
 
 
 def prepare_data_loader(
@@ -53,7 +60,9 @@ def prepare_data_loader(
     An evaluation, ``train=False``, reads each item once. All ranks get equally many batches, some of which have fewer items.
     If there are not enough for all ranks, as in the last step of ``batch_size=1``, a rank gets a batch without items.
 
-    A sampler that takes its rank's shard itself is kept, such as a DistributedSampler, or any with ``num_replicas`` and
+    A loop may set the epoch by ``loader.sampler.set_epoch``, too, as in scripts of torchrun.
+
+    A sampler that takes its rank's shard itself is kept, as a DistributedSampler, or any with ``num_replicas`` and
     ``rank``. Batch samplers, and samplers other than torch's sequential and shuffling ones, are read in full on every rank, and
     every rank keeps each N-th item or batch. A sampler with a length may draw from Python's, NumPy's and torch's generators,
     which are seeded for it. If it yields different items on the ranks all the same, it is kept, as it takes a shard.
@@ -68,9 +77,9 @@ def prepare_data_loader(
         add_sampler: False leaves the order to the loader, for data that is split already.
         move_to_device: Yield batches on `device()`: tensors in dicts, lists, tuples, dataclasses, and objects with a method
             ``to``. With ``pin_memory=True`` the copies to a GPU are asynchronous.
-        global_batch_size: Items per step on all workers together, of which each takes a slice. If it does not divide by the
-            number of workers, the slices differ by one item, and gradients are averaged as if they did not. By default each
-            worker takes batches of the loader's own size.
+        global_batch_size: Items per step on all workers together, of which each of N takes every N-th. If it does not divide
+            by N, they differ by one item, and gradients are averaged as if they did not. By default each worker takes batches
+            of the loader's own size.
         train: False for an evaluation, which counts each item once. A loader that was prepared for training is prepared again.
 
     Raises:
@@ -91,9 +100,9 @@ def prepare_data_loader(
             "data to run(dataset=...), and loop over raysgd.torch.logical_steps."
         )
     target = device() if move_to_device else None
-    split = _split_for_this_rank(loader, add_sampler, global_batch_size, train)
+    split, reads = _split_for_this_rank(loader, add_sampler, global_batch_size, train)
     settings = {"add_sampler": add_sampler, "move_to_device": move_to_device, "global_batch_size": global_batch_size}
-    return PreparedLoader(split, target, make_batch_seeds(), given=loader, settings=settings, train=train)
+    return PreparedLoader(split, target, make_batch_seeds(), reads, given=loader, settings=settings, train=train)
 
 
 def make_batch_seeds() -> BatchSeeds | None:
@@ -103,34 +112,45 @@ def make_batch_seeds() -> BatchSeeds | None:
     return BatchSeeds(session.seed or 0, session.identity.data_parallel_rank) if is_shared else None
 
 
-class Newest:
-    """Holds the prepared loader that has handed out a batch last in this process, and the batch's number in its epoch."""
+@dataclass(frozen=True)
+class BatchRows:
+    """The rows of a batch.
 
-    loader: Callable[[], PreparedLoader | None] = staticmethod(lambda: None)
-    number = 0
+    Attributes:
+        num: How many there are.
+        own: How many count on this rank; they are the first ones. The others are repeated, and count on another rank.
+        together: How many follow each other in the data, as those of a batch of the user's batch sampler; ranks take turns
+            after so many.
+    """
 
-
-newest = Newest()
+    num: int
+    own: int
+    together: int = 1
 
 
 class PreparedLoader:
     """A DataLoader that was prepared: can be iterated, and has the length and attributes of the DataLoader inside.
 
     Each ``iter()`` starts the next epoch, with an order of its own. A resumed loop calls ``set_epoch(start)``, once or before
-    every epoch.
+    every epoch; on the loader or, as in scripts of torchrun, on ``loader.sampler``.
 
     Attributes:
         loader: The DataLoader inside.
         epoch: The epoch that was started last, or after `set_epoch` the one that the next ``iter()`` starts.
         first_batch: The number of the batch that ``iter()`` begins with, if the DataLoader was set to a position by itself.
         train: Whether items are repeated so that all ranks have equally many.
+        rows: Those of the batch that was handed out last.
+        newest: Returns the loader that has handed out a batch last in this process.
     """
+
+    newest: ClassVar[Callable[[], PreparedLoader | None]] = staticmethod(lambda: None)
 
     def __init__(
         self,
         loader: DataLoader[Any],
         device: torch.device | None,
         seeds: BatchSeeds | None,
+        reads: _Reads,
         *,
         given: DataLoader[Any],
         settings: dict[str, Any],
@@ -139,21 +159,34 @@ class PreparedLoader:
         self.loader = loader
         self.train = train
         self.given = given
+        self.rows = BatchRows(0, 0)
         self._settings = settings
+        self._reads = reads
         self.first_batch = 0
         self._seeds = seeds
         self.epoch = 0
         self._is_started = False
         self._device = device
 
+    @property
+    def knows_own_rows(self) -> bool:
+        """Whether it is known which rows of the data each rank reads."""
+        is_alone = context.current().identity.data_parallel_size == 1
+        return is_alone or self._reads is not None or isinstance(self._sampler, RankSampler)
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, counted from 0, that the next ``iter()`` starts."""
         self.epoch = check_count("set_epoch(epoch)", epoch, minimum=0)
         self._is_started = False
+        self._forward_epoch()
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_started:
-            self.epoch += 1
+        return self.start_epoch()
+
+    def start_epoch(self, num_left_out: int = 0) -> Iterator[Any]:
+        """Start the next epoch, and leave out its first batches, whose rows are not read where there is a sampler."""
+        of_loop = [epoch for each, epoch in self._epochs_of_samplers().items() if epoch != _forwarded.get(each, 0)]
+        self.epoch = of_loop[0] if of_loop else self.epoch + self._is_started
         self._is_started = True
         self._forward_epoch()
         if self.loader.num_workers:
@@ -161,11 +194,23 @@ class PreparedLoader:
             # registers with the interpreter hangs in its first instruction (Python 3.10 and 3.11). Nothing says when they are
             # done: the pause makes it rare, and cannot exclude it.
             time.sleep(_BEFORE_A_FORK_S)
-        # A loop that was resumed within an epoch has put a sampler there that leaves out the first batches.
-        sampler = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
-        number = getattr(sampler, "num_left_out", 0) or self.first_batch
-        batches = iter(self.loader)
-        return self._batches(batches if self._seeds is None else self._seeds.read(batches, self.epoch, number), number)
+        sampler, reads, number = self._sampler, self._reads, num_left_out or self.first_batch
+        if isinstance(sampler, RankSampler):
+            sampler.reads = reads = {}
+        has_processes = (
+            getattr(self.loader, "_iterator", None) is not None
+        )  # they keep the sampler of their first epoch
+        num_read = num_left_out if has_processes or isinstance(self.loader.dataset, IterableDataset) else 0
+        name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
+        remaining = _RemainingItems(sampler, num_left_out)
+        vars(self.loader)[name] = remaining if num_left_out > num_read else sampler
+        try:
+            batches: Iterator[Any] = iter(self.loader)  # with processes, torch starts to read the sampler twice
+        finally:
+            vars(self.loader)[name], remaining.num_left_out = sampler, 0
+        if self._seeds is not None:
+            batches = self._seeds.read(batches, self.epoch, number - num_read)
+        return self._hand_out(self._read(islice(batches, num_read, None), number, reads), number)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -175,33 +220,64 @@ class PreparedLoader:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def _batches(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
+    @property
+    def _sampler(self) -> Any:
+        """What yields the indices of each batch."""
+        return self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
+
+    def _hand_out(self, batches: Iterator[tuple[Any, BatchRows]], number: int) -> Iterator[Any]:
+        for batch, rows in batches:
+            self.rows = rows
+            PreparedLoader.newest = weakref.ref(self)
+            yield batch
+
+    def _read(self, batches: Iterator[Any], number: int, reads: _Reads) -> Iterator[tuple[Any, BatchRows]]:
         progress = context.current().progress
-        is_stand_in = getattr(self.loader.batch_sampler, "is_stand_in", None)
-        newest.loader = weakref.ref(self)
         while True:
             with progress.data:
                 batch = next(batches, _END)
             if batch is _END:
                 return
             progress.mark("batch")
-            if is_stand_in is not None and is_stand_in(number):
-                batch = without_rows(batch)
-            newest.number = number
-            yield batch if self._device is None else to_device(batch, self._device)
+            if reads is None or number not in reads:
+                rows = BatchRows(num := count_rows(batch), num)
+            else:
+                items, own = reads[number]
+                if not own and not self.train:
+                    batch = without_rows(batch)
+                num = count_rows(batch)
+                rows = BatchRows(num, -(-num * own // items), max(1, num // items))
+            yield batch if self._device is None else to_device(batch, self._device), rows
             number += 1
 
     def _forward_epoch(self) -> None:
-        loader, batches = self.loader, self.loader.batch_sampler
-        users = (loader.sampler, batches, getattr(batches, "sampler", None), loader.dataset, loader.worker_init_fn)
-        for user in {id(user): user for user in users}.values():
-            if callable(set_epoch := getattr(user, "set_epoch", None)):
-                set_epoch(self.epoch)
+        forward_epoch(self.epoch, [*self._samplers(), self.loader.dataset, self.loader.worker_init_fn])
+        _forwarded.update(self._epochs_of_samplers())
+
+    def _epochs_of_samplers(self) -> dict[Any, int]:
+        return {each: each.epoch for each in self._samplers() if isinstance(each, (DistributedSampler, RankSampler))}
+
+    def _samplers(self) -> list[Any]:
+        return [*with_inner(self.loader.sampler), *with_inner(self.loader.batch_sampler)]
+
+
+class _RemainingItems:
+    """A sampler that leaves out its first items in the epoch that is started; persistent processes keep it."""
+
+    def __init__(self, sampler: Any, num_items: int) -> None:
+        self.sampler = sampler
+        self.num_left_out = num_items
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.sampler), self.num_left_out, None)
 
 
 def _split_for_this_rank(
     loader: DataLoader[Any], add_sampler: bool, global_batch_size: int | None, train: bool
-) -> DataLoader[Any]:
+) -> tuple[DataLoader[Any], _Reads]:
     session = context.current()
     changes: dict[str, Any] = {}
     is_iterable = isinstance(loader.dataset, IterableDataset)
@@ -209,27 +285,28 @@ def _split_for_this_rank(
     if is_iterable and add_sampler and num_ranks > 1:
         raise _unsplittable(loader, num_ranks)
     shard = Shard(rank, num_ranks, session.seed or 0)
-    splits = session.in_worker and add_sampler and not is_iterable
-    if session.in_worker and not is_iterable and not train:
-        loader = _with_whole_order(loader, shard)
-    is_split = splits and is_own_shard(_sampler_of(loader), shard, loader.dataset)
-    splits = splits and not is_split
-    if session.in_worker and not is_iterable and not train and (is_split or stated_shard(_sampler_of(loader))):
-        check_no_repeats(_sampler_of(loader), shard, loader.dataset)
+    sampler, is_ordered = _sampler_of(loader), session.in_worker and not is_iterable
+    # An evaluation reads the order of all ranks instead of this rank's DistributedSampler, which repeats the first rows.
+    is_padded = type(sampler) is DistributedSampler and not sampler.drop_last
+    is_replaced = is_ordered and not train and is_padded and stated_shard(sampler) == (rank, num_ranks)
+    is_split = is_ordered and add_sampler and is_own_shard(sampler, shard, loader.dataset)
+    splits = is_replaced or (is_ordered and add_sampler and not is_split)
+    if is_ordered and not train and not splits and (is_split or stated_shard(sampler)):
+        check_no_repeats(sampler, shard, loader.dataset)
     batch_size = _batch_size(loader, global_batch_size, num_ranks, splits=splits)
     if session.in_worker:
         is_shared = session.identity.workers_per_replica > 1  # then ranks of a replica need equal seeds
         seeds = LoaderSeeds((session.seed or 0) if is_shared else session.seed, rank, loader.worker_init_fn)
         changes |= {"worker_init_fn": seeds, "generator": loader.generator or seeds.generator}
-    if splits and not train:
-        changes |= _split_evaluation(loader, shard, global_batch_size)
-    elif splits and global_batch_size is not None and global_batch_size % num_ranks:
-        changes |= _split_unevenly(loader, shard, global_batch_size)
-    elif splits:
-        changes |= _split_samplers(loader, shard.split, batch_size)
+    if splits:
+        changes |= _split_samplers(loader, shard, global_batch_size, train)
     elif batch_size is not None:
-        changes |= _split_samplers(loader, lambda sampler, drop_last: sampler, batch_size)
-    return _copy_with(loader, changes)
+        plain: Any = loader.batch_sampler
+        changes["batch_sampler"] = BatchSampler(plain.sampler, batch_size, plain.drop_last)
+        if loader.batch_size is not None:  # else the user gave the batch sampler
+            changes["batch_size"] = batch_size
+    split = _copy_with(loader, changes)
+    return split, None if splits or not session.in_worker else _reads_of_own_shard(split, shard)
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
@@ -240,58 +317,44 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
     return batches.sampler if type(batches) is BatchSampler else batches
 
 
-def _with_whole_order(loader: DataLoader[Any], shard: Shard) -> DataLoader[Any]:
-    """Return the loader with the order of all ranks in place of this rank's DistributedSampler, which repeats the first rows."""
+def _split_samplers(loader: DataLoader[Any], shard: Shard, size: int | None, train: bool) -> dict[str, Any]:
+    """Return the attributes of a DataLoader that say what it reads, with samplers that read this rank's shard of each step."""
     sampler, batches = _sampler_of(loader), loader.batch_sampler
-    is_own = stated_shard(sampler) == (shard.rank, shard.num_ranks)
-    if type(sampler) is not DistributedSampler or sampler.drop_last or not is_own:
-        return loader
-    data: Any = sampler.dataset
-    whole: Any = DistributedSampler(data, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed)
-    if batches is None:
-        return _copy_with(loader, {"sampler": whole})
-    plain: Any = BatchSampler(whole, batches.batch_size, batches.drop_last)  # type: ignore[attr-defined]
-    return _copy_with(loader, {"batch_sampler": plain, "sampler": whole})
-
-
-def _split_evaluation(loader: DataLoader[Any], shard: Shard, size: int | None) -> dict[str, Any]:
-    """Return what `_split_samplers` does, without rows that are repeated."""
-    batches: Any = loader.batch_sampler
-    if batches is None:
-        return {"sampler": EvaluationItems(loader.sampler, shard, drop_last=False)}
+    drop_last = getattr(batches, "drop_last", False)
+    if type(sampler) is SequentialSampler or is_plain_shuffle(sampler):
+        shuffle = type(sampler) is not SequentialSampler
+        sampler = DistributedSampler(
+            sampler.data_source, shard.num_ranks, shard.rank, shuffle=shuffle, seed=shard.seed, drop_last=drop_last
+        )
+    order = Order(sampler, shard.seed)
+    one_by_one = RankSampler(order, shard, train=train, drop_last=drop_last)
+    if batches is None:  # items are loaded one by one, or as batches that the sampler yields
+        one_by_one.stands_in = isinstance(sampler, BatchSampler)
+        return {"sampler": one_by_one}
     if type(batches) is not BatchSampler:
-        return {"batch_sampler": EvaluationTurns(batches, shard, drop_last=getattr(batches, "drop_last", False))}
+        return {"batch_sampler": one_by_one}
+    shows_torchs = type(sampler) is DistributedSampler and sampler.num_replicas == shard.num_ranks
+    shown = sampler if shows_torchs else one_by_one
     size = size or batches.batch_size * shard.num_ranks
-    divided = EvaluationBatches(batches.sampler, shard, size, drop_last=batches.drop_last)
+    divided: Any = RankBatches(order, shard, shown, train=train, size=size, drop_last=drop_last)
     changes: dict[str, Any] = {"batch_sampler": divided}
-    if loader.batch_size is not None:
-        changes |= {"sampler": divided.sampler, "batch_size": divided.batch_size}
-    return changes
-
-
-def _split_samplers(loader: DataLoader[Any], split: _Split, batch_size: int | None) -> dict[str, Any]:
-    """Return the attributes of a DataLoader that say what it reads, with split samplers and another batch size."""
-    batches: Any = loader.batch_sampler
-    if batches is None:  # items are loaded one by one
-        return {"sampler": split(loader.sampler, False)}
-    if type(batches) is not BatchSampler:
-        return {"batch_sampler": split(batches, getattr(batches, "drop_last", False))}
-    size = batch_size or batches.batch_size
-    sampler = split(batches.sampler, batches.drop_last)
-    changes: dict[str, Any] = {"batch_sampler": BatchSampler(sampler, size, batches.drop_last)}
     if loader.batch_size is not None:  # else the user gave the batch sampler
-        changes |= {"sampler": sampler, "batch_size": size}
+        changes |= {"sampler": shown, "batch_size": divided.batch_size}
     return changes
 
 
-def _split_unevenly(loader: DataLoader[Any], shard: Shard, size: int) -> dict[str, Any]:
-    """Return what `_split_samplers` does, for a global batch size that does not divide by the number of ranks."""
-    given: Any = loader.batch_sampler
-    batches = UnevenBatchSampler(given.sampler, shard, size, drop_last=given.drop_last)
-    changes: dict[str, Any] = {"batch_sampler": batches}
-    if loader.batch_size is not None:
-        changes |= {"sampler": batches.sampler, "batch_size": -(-size // shard.num_ranks)}
-    return changes
+def _reads_of_own_shard(loader: DataLoader[Any], shard: Shard) -> _Reads:
+    """Return what this rank reads in each batch of a DistributedSampler; other samplers say nothing of the other ranks."""
+    batches: Any = loader.batch_sampler
+    sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    is_plain = batches is None or type(batches).__iter__ is BatchSampler.__iter__
+    is_own = stated_shard(sampler) == (shard.rank, shard.num_ranks)
+    if not (is_plain and is_own and isinstance(sampler, DistributedSampler)):
+        return None
+    size = 1 if batches is None else batches.batch_size
+    own = len(range(shard.rank, len(sampler.dataset), shard.num_ranks))  # type: ignore[arg-type]
+    sizes = [(start, min(size, len(sampler) - start)) for start in range(0, len(sampler), size)]
+    return {batch: (num, max(0, min(num, own - start))) for batch, (start, num) in enumerate(sizes)}
 
 
 def _batch_size(

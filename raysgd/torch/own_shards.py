@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sized
+from collections.abc import Sized
 from typing import Any
 
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 from raysgd._util.logs import get_logger
 from raysgd.errors import ConfigError
 from raysgd.session import api, context
-from raysgd.torch.samplers import Shard, draw_order, is_plain_shuffle
+from raysgd.torch.samplers import Shard, draw_order, is_plain_shuffle, with_inner
 
 _logger = get_logger()
 #: Names under which samplers keep among how many ranks they divide, and whose shard they take; also with an underscore before.
@@ -57,7 +57,7 @@ def stated_shard(sampler: Any) -> tuple[int, int] | None:
 
     None also stands for the shard of a single rank, which is the whole.
     """
-    for each in _with_inner(sampler):
+    for each in with_inner(sampler):
         for size_name, rank_name in _NAMES:
             for mark in ("", "_"):
                 rank, size = getattr(each, mark + rank_name, None), getattr(each, mark + size_name, None)
@@ -86,16 +86,6 @@ def check_no_repeats(sampler: Any, shard: Shard, dataset: Any) -> None:
 
 def _num_rows(item: Any) -> int:
     return len(item) if isinstance(item, (list, tuple)) else 1
-
-
-def _with_inner(sampler: Any) -> Iterator[Any]:
-    """Yield the sampler, then the samplers that it reads, from the outermost on."""
-    seen: list[int] = []
-    while sampler is not None and id(sampler) not in seen:
-        seen.append(id(sampler))
-        yield sampler
-        inner = getattr(sampler, "sampler", None)
-        sampler = getattr(sampler, "batch_sampler", None) if inner is None else inner
 
 
 def _check_shard(sampler: Any, stated: tuple[int, int], shard: Shard) -> None:

@@ -1,22 +1,23 @@
-"""Samplers that split what a DataLoader's own sampler yields over the ranks, and seeds for its processes. Worker side.
+"""What a rank reads of the order of all ranks, and seeds for a DataLoader's processes. Worker side.
 
-The order is a function of (seed, epoch) that is equal on all ranks; rank r of N takes items r, r + N, r + 2N, ...
+The order is a function of (seed, epoch) that is equal on all ranks; `RankSampler` alone decides which items a rank reads in each
+step, and how many of them are its own. The others are repeated, or stand in where a rank has none.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
-import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, cycle, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
 
 _END = object()
 
@@ -33,181 +34,139 @@ class Shard:
     num_ranks: int
     seed: int
 
-    @property
-    def whole(self) -> Shard:
-        """All of the order, as the only shard."""
-        return Shard(0, 1, self.seed)
 
-    def split(self, sampler: Any, drop_last: bool) -> Any:
-        """Return a sampler that yields this rank's shard of what ``sampler`` yields.
+class Order(Sampler[Any]):
+    """A sampler that yields all that another one yields, equally on all ranks: a function of seed and epoch.
 
-        torch's sequential and shuffling samplers become a `DistributedSampler`. All others are wrapped in a `StridedSampler`.
-
-        Args:
-            sampler: Yields items, or whole batches; those of all ranks.
-            drop_last: Drop the remainder that does not divide by the number of ranks, instead of repeating the first items.
-        """
-        if type(sampler) is SequentialSampler or is_plain_shuffle(sampler):
-            return DistributedSampler(
-                sampler.data_source,
-                num_replicas=self.num_ranks,
-                rank=self.rank,
-                shuffle=type(sampler) is RandomSampler,
-                seed=self.seed,
-                drop_last=drop_last,
-            )
-        return StridedSampler(sampler, self, drop_last=drop_last)
-
-
-class UnevenBatchSampler(Sampler[list[Any]]):
-    """This rank's slice of each global batch, whose size does not divide by the number of ranks.
-
-    The slices of the ranks follow each other in the batch and differ by one item at most. If the last batch has fewer items
-    than there are ranks, the first items of the epoch are repeated, so that each rank has one.
-
-    Args:
-        sampler: Yields items; must not be split already.
-        shard: This rank's shard.
-        size: Items of a global batch.
-        drop_last: Drop a last batch that is smaller.
+    The order of a sampler with a length is drawn at the start of an epoch, while the global generators and the sampler's own
+    ``generator`` are seeded with seed + epoch. A sampler without a length may be endless: it is read on demand, and must yield
+    the same on all ranks by itself. A DistributedSampler stands for the rows of all its ranks.
     """
 
-    def __init__(self, sampler: Any, shard: Shard, size: int, *, drop_last: bool) -> None:
-        self.sampler = shard.whole.split(sampler, drop_last=False)
-        self.shard = shard
-        self.size = size
-        self.drop_last = drop_last
-
-    def set_epoch(self, epoch: int) -> None:
-        self.sampler.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        full, remainder = divmod(len(self.sampler), self.size)
-        return full + (remainder > 0 and not self.drop_last)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        rank, num_ranks = self.shard.rank, self.shard.num_ranks
-        items: Iterator[Any] = iter(self.sampler)
-        head: list[Any] = []
-        while batch := list(islice(items, self.size)):
-            head = head or batch[:num_ranks]
-            if len(batch) < self.size and self.drop_last:
-                return
-            batch += islice(cycle(head), max(0, num_ranks - len(batch)))
-            yield batch[len(batch) * rank // num_ranks : len(batch) * (rank + 1) // num_ranks]
-
-
-class StridedSampler(Sampler[Any]):
-    """Every N-th item, or batch, of what another sampler yields.
-
-    All ranks must see the same order. If the sampler has a length, its whole order is drawn at the start of an epoch, while
-    the global generators and the sampler's own ``generator`` are seeded with seed + epoch: samplers that draw from them yield
-    the same order on all ranks. A sampler without a length may be endless: it is read on demand, must yield the same order
-    on all ranks by itself, and ends with the last item that all ranks have.
-    """
-
-    repeats = True  # the first items, so that all ranks have equally many
-
-    def __init__(self, sampler: Any, shard: Shard, *, drop_last: bool) -> None:
-        self.sampler = sampler
-        self.shard = shard
-        self.drop_last = drop_last
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.sampler: Any = sampler
+        self.seed = seed
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        if callable(inner := getattr(self.sampler, "set_epoch", None)):
-            inner(epoch)
+        forward_epoch(epoch, with_inner(self.sampler))
 
     def __len__(self) -> int:
-        return self._num_items(len(self.sampler))
+        items: Any = self.sampler.dataset if type(self.sampler) is DistributedSampler else self.sampler
+        return len(items)
 
     def __iter__(self) -> Iterator[Any]:
         if not hasattr(self.sampler, "__len__"):
-            return self._read_on_demand()
-        order = draw_order(self.sampler, self.shard.seed + self.epoch)
-        if not self.repeats:
-            return self._every_nth(order)
-        total = self._num_items(len(order)) * self.shard.num_ranks
-        return self._every_nth(islice(chain(order, cycle(order)), total))
-
-    def _num_items(self, total: int) -> int:
-        return total // self.shard.num_ranks if self.drop_last else math.ceil(total / self.shard.num_ranks)
-
-    def _every_nth(self, items: Iterable[Any]) -> Iterator[Any]:
-        return islice(items, self.shard.rank, None, self.shard.num_ranks)
-
-    def _read_on_demand(self) -> Iterator[Any]:
-        items = iter(self.sampler)
-        while len(one_each := list(islice(items, self.shard.num_ranks))) == self.shard.num_ranks:
-            yield one_each[self.shard.rank]
+            return iter(self.sampler)
+        whole = self.sampler
+        if type(whole) is DistributedSampler:
+            whole = copy.copy(whole)
+            whole.num_replicas, whole.rank, whole.num_samples, whole.total_size = 1, 0, len(self), len(self)
+        return iter(draw_order(whole, self.seed + self.epoch))
 
 
-class EvaluationItems(StridedSampler):
-    """Every N-th item, none twice: the last ranks may have one item fewer."""
+class RankSampler(Sampler[Any]):
+    """A sampler that yields what this rank reads of an order: items, or batches of a batch sampler, one by one.
 
-    repeats = False
-
-    def __len__(self) -> int:
-        return len(range(self.shard.rank, len(self.sampler), self.shard.num_ranks))
-
-
-class EvaluationTurns(StridedSampler):
-    """Every N-th batch of another sampler. All ranks have equally many: where there are none left, a batch stands in."""
-
-    def is_stand_in(self, number: int) -> bool:
-        """Whether this rank's batch of this number is another rank's too, so that its rows do not count."""
-        if not hasattr(self.sampler, "__len__"):
-            return False
-        return number * self.shard.num_ranks + self.shard.rank >= len(self.sampler)
-
-
-class EvaluationBatches(Sampler[list[Any]]):
-    """This rank's part of each step of an evaluation, which reads each item on one rank.
-
-    All ranks have equally many batches, as sharded models need all ranks for each. For that the last full step gives items to
-    the last one, if it had fewer than there are ranks. Where items do not suffice, with steps of one item for each rank, an
-    item stands in for the batch.
+    The order is read in steps, of which rank r of N takes places r, r + N, r + 2N, ... In training the last step is filled up
+    with the first items of the epoch, so that each rank reads equally many. An evaluation reads each item once: for all ranks
+    to have one, the step before gives items to the last one. Where that does not suffice, an item of another rank stands in.
 
     Args:
-        sampler: Yields items; must not be split already.
+        sampler: Yields all items, equally on all ranks.
         shard: This rank's shard.
-        size: Items of a step, on all ranks together.
+        size: Items of a step, on all ranks together; one for each rank by default.
         drop_last: Drop a last step that is smaller.
+        stands_in: False: an evaluation leaves out a step without an item for this rank.
+
+    Attributes:
+        reads: What iterations that begin now note of each step: how many items this rank takes, and how many of these are its
+            own. The others, which follow, count on other ranks.
     """
 
-    def __init__(self, sampler: Any, shard: Shard, size: int, *, drop_last: bool) -> None:
-        self.sampler = shard.whole.split(sampler, drop_last=False)
-        self.shard = shard
-        self.size = size
+    def __init__(
+        self,
+        sampler: Order,
+        shard: Shard,
+        *,
+        train: bool,
+        size: int | None = None,
+        drop_last: bool = False,
+        stands_in: bool = True,
+    ) -> None:
+        self.order = self.sampler = sampler
+        self.rank, self.num_replicas = shard.rank, shard.num_ranks
+        self.train = train
+        self.size = size or shard.num_ranks
         self.drop_last = drop_last
-        self.batch_size = -(-size // shard.num_ranks)
-        self._ends: list[int] = []
+        self.stands_in = stands_in
+        self.reads: dict[int, tuple[int, int]] = {}
+
+    @property
+    def epoch(self) -> int:
+        return self.order.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        self.sampler.set_epoch(epoch)
+        self.order.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return len(self._ends_of_steps(len(self.sampler)))
+        before = max(0, len(self.order) // self.size - 1)
+        return before + len(self._places(len(self.order) - before * self.size))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (items[0] for items in self.read())
+
+    def read(self) -> Iterator[list[Any]]:
+        """Start an epoch; yields what this rank reads in each step."""
+        return self._read(iter(self.order), self.reads)
+
+    def _read(self, items: Iterator[Any], reads: dict[int, tuple[int, int]]) -> Iterator[list[Any]]:
+        ahead = self.size if self.train else 2 * self.size  # the step before the last one of an evaluation may differ
+        held = list(islice(items, ahead))
+        first, number = held[: self.num_replicas], 0
+        while len(held) == ahead:
+            taken = held[self.rank : self.size : self.num_replicas]
+            reads[number] = len(taken), len(taken)
+            number += 1
+            yield taken
+            held = held[self.size :] + list(islice(items, self.size))
+        for step, places in enumerate(self._places(len(held)), start=number):
+            own = [held[place] for place in places if place < len(held)]
+            others = [first[(place - len(held)) % len(first)] for place in places if place >= len(held)]
+            reads[step] = len(places), len(own)
+            yield own + others
+
+    def _places(self, num: int) -> list[range]:
+        """Return the places of the last steps, of ``num`` items, that this rank reads; places from ``num`` on are not its own."""
+        full, left = divmod(num, self.size)
+        ends = [self.size * (step + 1) for step in range(full)]
+        missing = self.num_replicas - left
+        if left and not self.drop_last:
+            filled = min(self.size, -(-left // self.num_replicas) * self.num_replicas)
+            ends.append(full * self.size + (filled if self.train else left))
+            if full and not self.train and 0 < missing <= self.size - self.num_replicas:
+                ends[-2] -= missing
+        steps = [range(start + self.rank, end, self.num_replicas) for start, end in zip([0, *ends], ends, strict=False)]
+        return [step or range(num, num + 1) for step in steps if step or self.stands_in]
+
+
+class RankBatches(RankSampler, BatchSampler):  # type: ignore[misc]
+    """This rank's batches, each of what it reads in a step.
+
+    Args:
+        order: All items.
+        shard: This rank's shard.
+        sampler: What users see as the sampler of the items.
+    """
+
+    def __init__(self, order: Order, shard: Shard, sampler: Any, *, train: bool, size: int, drop_last: bool) -> None:
+        super().__init__(order, shard, train=train, size=size, drop_last=drop_last)
+        self.sampler = sampler
+        self.batch_size = -(-size // shard.num_ranks)  # the largest of all ranks
 
     def __iter__(self) -> Iterator[list[Any]]:
-        order = list(self.sampler)
-        self._ends = self._ends_of_steps(len(order))
-        for start, end in zip([0, *self._ends], self._ends, strict=False):
-            yield order[start:end][self.shard.rank :: self.shard.num_ranks] or order[:1]
-
-    def is_stand_in(self, number: int) -> bool:
-        """Whether this rank's batch of this number, in the epoch that was begun last, has no items of its own."""
-        start = self._ends[number - 1] if number else 0
-        return self._ends[number] - start <= self.shard.rank
-
-    def _ends_of_steps(self, num_items: int) -> list[int]:
-        num_steps = num_items // self.size if self.drop_last else -(-num_items // self.size)
-        ends = [min((step + 1) * self.size, num_items) for step in range(num_steps)]
-        if num_steps > 1 and (missing := self.shard.num_ranks - (ends[-1] - ends[-2])) > 0:
-            has_enough = self.size - missing >= self.shard.num_ranks
-            ends[-2] -= missing if has_enough else 0
-        return ends
+        return self.read()
 
 
 def draw_order(sampler: Any, seed: int) -> list[Any]:
@@ -223,9 +182,26 @@ def is_plain_shuffle(sampler: Any) -> bool:
     )
 
 
+def with_inner(sampler: Any) -> Iterator[Any]:
+    """Yield the sampler, then the samplers that it reads, from the outermost on."""
+    seen: list[int] = []
+    while sampler is not None and id(sampler) not in seen:
+        seen.append(id(sampler))
+        yield sampler
+        inner = getattr(sampler, "sampler", None)
+        sampler = getattr(sampler, "batch_sampler", None) if inner is None else inner
+
+
+def forward_epoch(epoch: int, users: Iterable[Any]) -> None:
+    """Set the epoch of each user that has one."""
+    for user in {id(user): user for user in users}.values():
+        if callable(set_epoch := getattr(user, "set_epoch", None)):
+            set_epoch(epoch)
+
+
 def _generators(sampler: Any) -> list[torch.Generator]:
-    """Return the sampler's own generator, and that of the sampler inside a batch sampler."""
-    found = [getattr(each, "generator", None) for each in (sampler, getattr(sampler, "sampler", None))]
+    """Return the generators of a sampler and of those that it reads."""
+    found = [getattr(each, "generator", None) for each in with_inner(sampler)]
     unique = {id(one): one for one in found if isinstance(one, torch.Generator) and one.device.type == "cpu"}
     return list(unique.values())
 

@@ -157,6 +157,25 @@ def test_own_plan_is_applied_and_other_layers_are_replicated(ranks: RankGroup, k
         assert difference < 1e-6 and odd == []
 
 
+def test_own_plan_shards_an_embedding_with_a_buffer(ranks: RankGroup) -> None:
+    assert max(ranks.run(engine_ranks.scaled_embedding)) < 1e-6
+
+
+def test_own_plan_shards_a_tied_embedding_of_two_stages(ranks: RankGroup) -> None:
+    assert max(ranks.run(engine_ranks.tied_in_stages)) < 1e-6
+
+
+def test_torch_lacks_what_the_own_layers_do(ranks: RankGroup) -> None:
+    """If one of these is False with a newer torch, its own style does it, and ours can go."""
+    for found in ranks.run(engine_ranks.what_torch_lacks):
+        assert all(found.values()), found
+
+
+def test_random_numbers_continue_after_compose_as_on_the_first_rank(ranks: RankGroup) -> None:
+    found = ranks.run(engine_ranks.drawn_after_compose)
+    assert [drawn for drawn, _ in found] == [expected for _, expected in found]
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_norms_of_torchs_sequence_parallel_train_as_plain_ones(ranks: RankGroup, zero_stage: int) -> None:
     for losses, norms in ranks.run(engine_ranks.sequence_parallel_norms, 4, zero_stage=zero_stage):

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from raysgd.backends import torch_transfers
 from raysgd.backends.torch import TorchBackend, TorchConfig
+from raysgd.data.order.handed_out import Passes
 from raysgd.session import context
 from raysgd.session.base import Identity
 from raysgd.session.progress import Progress
@@ -154,8 +155,9 @@ def batch_norm_buffers() -> dict[str, Any]:
     """Return running statistics of data that differs by rank, before and after a forward pass."""
     model = prepare_model(ConvNet())
     for value in (1.0, 2.0):
-        model(torch.full((4, 3, 12, 12), value + dist.get_rank()) + torch.randn(4, 3, 12, 12)).sum().backward()
-    before = model.features[1].running_mean.clone()
+        total = model(torch.full((4, 3, 12, 12), value + dist.get_rank()) + torch.randn(4, 3, 12, 12)).sum()
+        before = model.features[1].running_mean.clone()
+        total.backward()
     model.eval()
     model.train()(torch.zeros(4, 3, 12, 12)).sum().backward()
     return {"of this rank": before.tolist(), "after a forward": model.features[1].running_mean.tolist()}
@@ -292,6 +294,7 @@ def with_session(deterministic: bool) -> None:
     rank = dist.get_rank()
     session = SimpleNamespace(
         progress=Progress(),
+        passes=Passes(),
         world_rank=rank,
         world_size=WORLD_SIZE,
         identity=Identity(world_rank=rank, world_size=WORLD_SIZE),

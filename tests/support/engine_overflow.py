@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import raysgd
-from raysgd.engine.local_tensors import local_of
+from raysgd.engine.model.local_tensors import local_of
 from support.engine_models import batch, build
 from support.engine_steps import language_optimizer, mean_over_ranks, session_of
 from support.loop_models import TOO_LARGE, Multiply

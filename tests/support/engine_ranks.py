@@ -13,14 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import raysgd
 from raysgd.checkpoint.codecs.torch import local_shards
-from raysgd.engine.pipeline.model import PipelinedModel
-from raysgd.engine.precision import autocast_forward
-from raysgd.engine.tensor_parallel import apply_tensor_plan, fsdp_shard_placement, make_tensor_plan
+from raysgd.engine.data_parallel.fully_sharded import fsdp_shard_placement
+from raysgd.engine.model.local_tensors import local_of
+from raysgd.engine.model.precision import autocast_forward
+from raysgd.engine.pipeline.pipelined_model import PipelinedModel
+from raysgd.engine.tensor_parallel import apply_tensor_plan, make_tensor_plan
 from raysgd.errors import UsageError
 from support.engine_models import STEPS, batch, build, differences, full, mesh, plain, split_options, train
 from support.engine_steps import mean_over_ranks, session_of
@@ -298,6 +302,87 @@ def own_plan(kind: str) -> tuple[float, list[str]]:
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     odd = [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]
     return max(float((full(own.grad) - other.grad).abs().max()) for own, other in pairs), odd
+
+
+def tied_in_stages() -> float:
+    """Share GPT-2's embedding by a user's plan over two stages; return the difference of its gradient to the plain one."""
+    axes, model, reference = mesh(1, 2, 2), build("gpt2"), build("gpt2")
+    pipeline = PipelinedModel(model, axes["pp"], micro_batches=4)
+    plan = {"transformer.wte": RowwiseParallel(input_layouts=Replicate())}
+    apply_tensor_plan(model, axes["tp"], {**plan, "lm_head": ColwiseParallel(output_layouts=Replicate())})
+    pipeline.step(batch("gpt2", 0))
+    reference(**batch("gpt2", 0)).loss.backward()
+    (tied,) = (one for name, one in model.named_parameters() if name in ("transformer.wte.weight", "lm_head.weight"))
+    return float((full(tied.grad) - dict(reference.named_parameters())["transformer.wte.weight"].grad).abs().max())
+
+
+def scaled_embedding() -> float:
+    """Train Gemma's embedding, which has a buffer, with a user's plan; return the difference of gradients to a plain one."""
+    model, reference = build("gemma3_text"), build("gemma3_text")
+    plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+    apply_tensor_plan(model, mesh(2, 1, 2)["tp"], {**plan, "lm_head": ColwiseParallel(output_layouts=Replicate())})
+    for one in (model, reference):
+        one(**batch("gemma3_text", 0)).loss.backward()
+    theirs = dict(reference.named_parameters())
+    return max(float((full(own.grad) - theirs[name].grad).abs().max()) for name, own in model.named_parameters())
+
+
+def what_torch_lacks() -> dict[str, bool]:
+    """Return whether torch's styles, and FSDP2 on top of them, cannot do what the engine has layers of its own for."""
+    from transformers.pytorch_utils import Conv1D
+
+    axes = mesh(2, 1, 2)
+    tp, fused = axes["tp"], _StridedShard(0, split_factor=3)
+    rows = DTensor.from_local(torch.ones(2, 3, 8), tp, [Replicate()])
+    try:
+        parallelize_module(Conv1D(12, 4), tp, ColwiseParallel())
+        is_transposed = False
+    except NotImplementedError:
+        is_transposed = True
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    attention.in_proj_weight = nn.Parameter(distribute_tensor(attention.in_proj_weight.detach(), tp, [fused]))
+    attention.in_proj_bias = nn.Parameter(distribute_tensor(attention.in_proj_bias.detach(), tp, [fused]))
+    parallelize_module(attention.out_proj, tp, RowwiseParallel())
+    with CommDebugMode() as heads:
+        attention(rows, rows, rows)
+    embedding = nn.Embedding(12, 4)
+    parallelize_module(embedding, tp, RowwiseParallel(input_layouts=Replicate()))
+    embedding(torch.arange(3)).sum().backward()
+    whole, layer = torch.arange(48.0).view(12, 4), nn.Linear(4, 12, bias=False)
+    layer.weight.data.copy_(whole)
+    parallelize_module(layer, tp, ColwiseParallel())
+    first_of_each = torch.cat([part.chunk(2)[tp.get_local_rank()] for part in whole.chunk(3)])
+    gathered = nn.Linear(4, 12, bias=False)
+    gathered.weight = nn.Parameter(distribute_tensor(whole.clone(), tp, [fused]))
+    fully_shard(gathered, mesh=axes["dp"])
+    region = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 8))
+    parallelize_module(region, tp, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    masks: list[Any] = []
+    region[1].register_forward_hook(lambda module, args, output: masks.append((output == 0).tolist()))
+    torch.manual_seed(0)
+    region(torch.ones(2, 8))
+    return {
+        "a layer with a transposed weight": is_transposed,
+        "heads of nn.MultiheadAttention, which it gathers": "all_gather" in str(heads.get_comm_counts()),
+        "a gradient of an embedding's own rows": tuple(local_of(embedding.weight.grad).shape) == (12, 4),
+        "each part of a fused layer": not torch.equal(layer.weight.to_local(), first_of_each),
+        "a fused weight that FSDP2 divides along the same dim": not torch.equal(full(gathered.weight), whole),
+        "own random numbers of each rank": same_on_all(masks),
+    }
+
+
+def drawn_after_compose() -> tuple[float, float]:
+    """Return the first random number after compose, and what the first rank of the replica would draw without it."""
+    rank = dist.get_rank()
+    model = build("gpt2")
+    torch.manual_seed(rank - rank % 2)
+    torch.rand(3)
+    expected = float(torch.rand(()))
+    torch.manual_seed(rank)
+    torch.rand(3)
+    with session_of(rank, dist.get_world_size(), workers_per_replica=2):
+        raysgd.Engine(tensor_parallel=2).compose(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        return float(torch.rand(())), expected
 
 
 def raised(kind: str, what: str) -> str:

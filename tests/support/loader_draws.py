@@ -16,6 +16,7 @@ from raysgd.session import context
 from raysgd.session.base import Identity
 from raysgd.session.progress import Progress
 from raysgd.torch import prepare_data_loader
+from raysgd.torch.rows import skip_batches
 
 Enter = Callable[..., None]
 
@@ -131,3 +132,20 @@ def check_draws() -> None:
         first, second = draws(0), draws(1)
         assert len({*first, *second}) == 24
         assert draws(0) == first
+
+
+def check_left_out() -> None:
+    """Check that processes leave out the first batches of one epoch alone, and which rows are a rank's own."""
+    with worlds() as world:
+        world(1, 2)
+        five: Any = DataLoader(list(range(5)), batch_size=2, num_workers=1)  # type: ignore[arg-type]
+        short = prepare_data_loader(five)
+        assert [(batch.tolist(), short.rows.own) for batch in skip_batches(short, 1)] == [([0], 0)]
+        assert [(batch.tolist(), short.rows.own) for batch in short] == [([1, 3], 2), ([0], 0)]
+        world(1, 2)
+        given: Any = DataLoader(list(range(12)), batch_size=2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+        loader = prepare_data_loader(given)
+        whole = [[1, 3], [5, 7], [9, 11]]
+        for num in (2, 0, 1, 0):
+            found = [batch.tolist() for batch in skip_batches(loader, num)]
+            assert found == whole[num:], (num, found)

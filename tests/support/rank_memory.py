@@ -48,7 +48,7 @@ def _measure(model: Any, batch: dict[str, Any], strategy: str, mesh: Any) -> dic
 
     from raysgd.engine.composing import compose
     from raysgd.engine.config import EngineConfig
-    from raysgd.engine.memory import KeptActivations
+    from raysgd.engine.model.memory_use import KeptActivations
 
     stage = 0 if strategy == "tensor" else int(strategy[-1])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import raysgd
-from raysgd.engine.local_tensors import local_of
+from raysgd.engine.model.local_tensors import local_of
 from raysgd.session import context
 from support.group_sessions import group_session
 

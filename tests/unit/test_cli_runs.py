@@ -217,6 +217,7 @@ def test_live_runs_have_the_state_that_the_cluster_says(runs: Path) -> None:
         ("exp/run_001", "done", None, 2),
     ]
     assert merged[1].metrics["loss"] == 3.0 and merged[1].num_failures == 1
+    assert [one.is_live for one in merged] == [True, True, False]
 
 
 def read_state_of(path: Path) -> Any:

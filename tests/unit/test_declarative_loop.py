@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import raysgd
-from raysgd.declarative.components import EqualDraws, make_model
+from raysgd.declarative.components import make_model
 from raysgd.declarative.entry import Training, write_plan
 from raysgd.declarative.reading import args_of, as_values, merge
 from raysgd.declarative.strategies import decide, engine_fields, list_warnings
@@ -20,6 +20,7 @@ from raysgd.declarative.values import Importer
 from raysgd.engine.config import EngineConfig
 from raysgd.errors import ConfigError
 from raysgd.session.rank_state import seed_generators
+from raysgd.torch.samplers import Order
 from support import declared
 from support.declared_runs import MLP, RISING, STEPS, assert_equal, numbers, run, training
 
@@ -467,7 +468,7 @@ def test_an_own_sampler_draws_the_same_whatever_the_generators_are(tmp_path: Pat
     orders = []
     for seed in (1, 2):
         seed_generators(seed, 0)
-        sampler = EqualDraws(declared.GlobalOrder(range(9), 1, 0), 5)
+        sampler = Order(declared.GlobalOrder(range(9), 1, 0), 5)
         sampler.set_epoch(1)
         orders.append(list(sampler))
     assert orders[0] == orders[1] and sorted(orders[0]) == list(range(9))

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import raysgd
 from raysgd.backends.torch import model_reducers
-from raysgd.engine.accumulation import Accumulation
+from raysgd.engine.gradients.accumulation import Accumulation
 from raysgd.errors import ConfigError, SerializationError, UsageError
 from raysgd.workers.pickling import dumps_returned
 from support import groups, loop_verdicts, project

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.planning import Hardware, MemoryEstimate
 from raysgd.engine.planning.candidates import estimate_step
-from raysgd.engine.planning.memory import estimate_memory
+from raysgd.engine.planning.memory_prediction import estimate_memory
+from raysgd.engine.planning.memory_tracker import Level
 from raysgd.engine.planning.trace import Parameter, TracedModel
-from raysgd.engine.planning.tracker import Level
 
 MB = 1_000_000
 ROWS = 1

@@ -15,10 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from raysgd.engine.config import RECOMPUTED_EVERY, ActivationCheckpointing, EngineConfig
+from raysgd.engine.model.recomputation import recompute
 from raysgd.engine.planning import MemoryEstimate, predict_memory
-from raysgd.engine.planning.memory import estimate_memory
+from raysgd.engine.planning.memory_prediction import estimate_memory
 from raysgd.engine.planning.trace import TracedModel
-from raysgd.engine.recomputation import recompute
 from raysgd.errors import ConfigError
 from support.engine_models import batch, build
 from support.planned_models import WIDTH, Perceptron, SmallModel, small_models

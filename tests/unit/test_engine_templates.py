@@ -21,8 +21,8 @@ from raysgd import Finetuner, PreTrainer, TemplateSettings
 from raysgd.errors import CheckpointError, ConfigError, UnknownArgumentError, UsageError
 from raysgd.torch.batches import take_rows
 from raysgd.torch.evaluation import EvaluationLoader, interleave
-from raysgd.torch.rows import RowPlaces, check_order
-from raysgd.torch.samplers import EvaluationItems, Shard
+from raysgd.torch.rows import check_order, skip_batches
+from raysgd.torch.samplers import Order, RankSampler, Shard
 from raysgd.train.templates import learning_rate_factor, make_default_optimizer
 from support.engine_steps import session_of
 
@@ -298,9 +298,9 @@ def test_validation_data_needs_no_length_on_one_worker(validation: Any) -> None:
 
 def test_validation_data_whose_rows_are_not_known_is_refused_before_training() -> None:
     with session_of(1, 3):
-        prepared = raysgd.torch.prepare_data_loader(DataLoader(range(9), batch_size=2), global_batch_size=4)
+        prepared = raysgd.torch.prepare_data_loader(DataLoader(range(9), batch_size=2), add_sampler=False)
         with pytest.raises(
-            ConfigError, match=r"3 replicas of the model .* UnevenBatchSampler does not say so: give a dataset"
+            ConfigError, match=r"3 replicas of the model .* BatchSampler does not say so: give a dataset"
         ):
             EvaluationLoader(prepared)
         with pytest.raises(UsageError, match="Rows is an IterableDataset, which no sampler can split"):
@@ -448,8 +448,9 @@ def test_gather_of_a_single_value_is_refused(value: Any, given: str) -> None:
 
 @given(num=st.integers(1, 40), num_ranks=st.integers(1, 6))
 def test_rows_of_all_ranks_make_up_the_data_in_its_order(num: int, num_ranks: int) -> None:
+    order = Order(range(num), 0)
     of_ranks = [
-        list(EvaluationItems(range(num), Shard(rank, num_ranks, 0), drop_last=False)) for rank in range(num_ranks)
+        list(RankSampler(order, Shard(rank, num_ranks, 0), train=False, stands_in=False)) for rank in range(num_ranks)
     ]
     assert interleave(of_ranks) == list(range(num))
 
@@ -497,14 +498,15 @@ def test_weighted_gradients_count_each_row_on_one_rank(
                 reads = {"batch_sampler": Pairs(SequentialSampler(data), size, False)}
             globally = {"global_batch_size": max(size, num_ranks)} if kind == "uneven" else {}
             prepared = raysgd.torch.prepare_data_loader(DataLoader(data, **reads), **globally)
-            places, rows_before = RowPlaces(prepared), 0
             for number, batch in enumerate(prepared):
                 rows = [batch] if kind == "items" else batch.tolist()
-                if number == left_out:  # here a resumed loop begins to count
-                    rows_before = number * places.batch_size
-                counted += rows[: places.num_own(number, rows_before, len(rows))]
-                rows_before += len(rows)
                 read += rows
+                if number < left_out:  # the others are counted when the loop is resumed
+                    counted += rows[: prepared.rows.own]
+            prepared.set_epoch(0)
+            for batch in skip_batches(prepared, left_out):
+                rows = [batch] if kind == "items" else batch.tolist()
+                counted += rows[: prepared.rows.own]
     assert sorted(counted) == data
     assert len(read) - num < num_ranks * (size if kind == "batches" else 1), "only the last rows are repeated"
 

@@ -53,8 +53,8 @@ def mutations() -> ModuleType:
 @pytest.mark.parametrize(
     ("file", "what"),
     [
-        ("engine/gradients.py", "`1.0` -> `2.0`"),
-        ("engine/gradients.py", "`self._known_norm is not None and not self.are_changed()` -> "),
+        ("engine/gradients/clipping.py", "`1.0` -> `2.0`"),
+        ("engine/gradients/clipping.py", "`self._known_norm is not None and not self.are_changed()` -> "),
         ("declarative/loop.py", "`rank_state.restore_generators(now)` -> `pass`"),
         ("controller/policies/after_failure.py", "`5.0` -> `10.0`"),
     ],

@@ -143,6 +143,8 @@ def test_paused_run_has_no_workers(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["ls", str(tmp_path)]) == 0
     row = capsys.readouterr().out.splitlines()[-1].split()
     assert row[:5] == ["exp/run_001", "paused", "1", "loss=1.5", "-"]
+    assert main(["ls", str(tmp_path), "--live"]) == 0
+    assert "there are no live runs" in capsys.readouterr().err, "no cluster was asked"
     run.event("resumed")
     run.event("attempt_start", attempt=2, world_size=4, iterations_before=1)
     assert main(["ls", str(tmp_path)]) == 0

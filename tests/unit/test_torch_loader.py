@@ -27,6 +27,7 @@ from torch.utils.data import (
 import raysgd.torch
 from raysgd.errors import ConfigError, UsageError
 from raysgd.torch import prepare_data_loader
+from raysgd.torch.evaluation import interleave
 from raysgd.torch.rows import FollowedLoader, skip_batches
 from support.loader_draws import Augmented, Enter, check_augmented_alike, worlds
 from support.project import ROOT
@@ -207,8 +208,9 @@ def test_ranks_of_a_copy_of_the_model_augment_their_rows_alike(seed: int | None)
 def test_processes_of_loaders_draw_the_numbers_of_their_rows() -> None:
     """In a new process: threads of the libraries that other tests have loaded make a forked process crash now and then."""
     program = (
-        "from support.loader_draws import check_augmented_alike, check_draws\n"
+        "from support.loader_draws import check_augmented_alike, check_draws, check_left_out\n"
         "check_augmented_alike(None, num_workers=1)\ncheck_augmented_alike(3, num_workers=1)\ncheck_draws()\n"
+        "check_left_out()\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [sys.executable, "-c", program]
@@ -296,8 +298,8 @@ def batches_by_rank(world: Enter, num_ranks: int, size: int, epoch: int = 0, **s
 
 
 def test_global_batch_that_does_not_divide_is_split_evenly(world: Enter) -> None:
-    assert batches_by_rank(world, 3, 8) == [[[0, 1], [2, 3, 4], [5, 6, 7]], [[8], [9], [10, 11]]]
-    assert batches_by_rank(world, 3, 8, drop_last=True) == [[[0, 1], [2, 3, 4], [5, 6, 7]]]
+    assert batches_by_rank(world, 3, 8) == [[[0, 3, 6], [1, 4, 7], [2, 5]], [[8, 11], [9, 0], [10, 1]]]
+    assert batches_by_rank(world, 3, 8, drop_last=True) == [[[0, 3, 6], [1, 4, 7], [2, 5]]]
     assert batches_by_rank(world, 5, 11)[1] == [[11], [0], [1], [2], [3]], "too few items for all ranks"
 
 
@@ -307,12 +309,11 @@ def test_global_batches_do_not_depend_on_number_of_ranks(num_ranks: int, more: i
     with worlds() as world:
         of_many = batches_by_rank(world, num_ranks, size, epoch, shuffle=shuffle)
         of_one = batches_by_rank(world, 1, size, epoch, shuffle=shuffle)
-    if size % num_ranks:  # otherwise items are split one by one
-        for step, (whole,) in zip(of_many, of_one, strict=True):
-            together = list(chain(*step))
-            assert together[: len(whole)] == whole
-            sizes = [len(part) for part in step]
-            assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+    for step, (whole,) in zip(of_many, of_one, strict=True):
+        assert interleave(step)[: len(whole)] == whole
+        sizes = [len(part) for part in step]
+        assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+        assert sum(sizes) <= size
 
 
 @pytest.mark.parametrize(

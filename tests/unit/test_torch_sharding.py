@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from raysgd.torch.samplers import Shard
+from raysgd.torch.samplers import Order, RankSampler, Shard
 
 
 class Shuffled:
@@ -55,12 +55,16 @@ SAMPLERS = {
 }
 
 
+def rank_sampler(sampler: Any, rank: int, num_ranks: int, *, seed: int = 0, drop_last: bool = False) -> RankSampler:
+    return RankSampler(Order(sampler, seed), Shard(rank, num_ranks, seed), train=True, drop_last=drop_last)
+
+
 def shards(make: Any, num_ranks: int, *, epoch: int = 0, seed: int = 0, drop_last: bool = False) -> list[list[Any]]:
     """Return what each rank reads, from a sampler of its own and with different states of the generators."""
     found = []
     for rank in range(num_ranks):
         torch.rand(rank + 1), random.random()  # the generators of ranks have different states
-        sampler = Shard(rank, num_ranks, seed).split(make(), drop_last=drop_last)
+        sampler = rank_sampler(make(), rank, num_ranks, seed=seed, drop_last=drop_last)
         sampler.set_epoch(epoch)
         found.append(list(sampler))
         assert len(found[-1]) == len(sampler)
@@ -138,26 +142,26 @@ def test_custom_batch_sampler_is_split_by_batches() -> None:
 
 
 def test_sampler_without_length_is_read_on_demand() -> None:
-    sampler = Shard(1, 3, 0).split(Endless(), drop_last=False)
+    sampler = rank_sampler(Endless(), 1, 3)
     assert list(itertools.islice(sampler, 4)) == [1, 4, 7, 10]
     with pytest.raises(TypeError):
         len(sampler)
 
 
-def test_sampler_without_length_ends_with_last_item_of_all_ranks() -> None:
+def test_sampler_without_length_is_filled_up_like_any_other() -> None:
     class Seven:
         def __iter__(self) -> Iterator[int]:
             return iter(range(7))
 
-    each = [list(Shard(rank, 3, 0).split(Seven(), drop_last=False)) for rank in range(3)]
-    assert each == [[0, 3], [1, 4], [2, 5]]
+    assert [list(rank_sampler(Seven(), rank, 3)) for rank in range(3)] == [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
+    assert [list(rank_sampler(Seven(), rank, 3, drop_last=True)) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_drawing_an_order_restores_the_generators() -> None:
     torch.manual_seed(4)
     expected = torch.rand(3)
     torch.manual_seed(4)
-    list(Shard(0, 2, 0).split(Shuffled(10), drop_last=False))
+    list(rank_sampler(Shuffled(10), 0, 2))
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -169,5 +173,5 @@ def test_set_epoch_reaches_custom_sampler() -> None:
             self.epoch = epoch
 
     inner = Epochs(4)
-    Shard(0, 2, 0).split(inner, drop_last=False).set_epoch(3)
+    rank_sampler(BatchSampler(inner, 2, False), 0, 2).set_epoch(3)
     assert inner.epoch == 3

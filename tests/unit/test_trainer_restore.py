@@ -43,7 +43,7 @@ def test_restored_settings_are_those_of_the_run(run_dir: Path, tmp_path: Path) -
     assert spec.failure_config == raysgd.FailureConfig(num_spares=1)
     assert spec.checkpoint_config == raysgd.CheckpointConfig(num_to_keep=2)
     assert spec.run_config == raysgd.RunConfig(name="runs", storage_path=str(tmp_path))
-    assert spec.seed == 3 and restored.checkpoint is None
+    assert spec.seed == 3 and restored.found.checkpoint is None
     assert restored.runs_uri == str(tmp_path / "runs")
 
 

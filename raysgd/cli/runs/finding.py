@@ -85,6 +85,7 @@ def _merge(state: RunState, status: RunStatus | None, alias: str | None) -> RunS
         state,
         state=status.state,
         alias=alias,
+        is_live=status.state in LIVE,
         iteration=state.iteration or status.iteration,  # that of the metrics: both by the files, or none
         world_size=state.world_size if status.state in ENDED else status.world_size,
         num_failures=max(state.num_failures, status.num_failures),

@@ -23,7 +23,7 @@ from raysgd.cli.console import (
 from raysgd.cli.runs.finding import existing_folder, find_run, with_live
 from raysgd.config.argument_names import nearest
 from raysgd.errors import ConfigError, RaySGDError
-from raysgd.result import ENDED, LIVE
+from raysgd.result import ENDED
 from raysgd.runs.finding import find_runs
 from raysgd.runs.state import RunState, read_state
 
@@ -77,11 +77,9 @@ def list_command(
     if folder is not None and not place.exists():
         raise ConfigError(f"there is no folder {folder}; give one that holds runs, or none for {storage_path}.")
     states, problems = _read_states(place)
-    trainers = cluster.live_trainers() if cluster.connect(address) is not None else []
-    states = with_live(states, trainers)
-    if only_live:
-        shown = {trainer.status.run_dir for trainer in trainers if trainer.status is not None}
-        states = [state for state in states if state.state in LIVE and state.run_dir in shown]
+    if cluster.connect(address) is not None:
+        states = with_live(states, cluster.live_trainers())
+    states = [state for state in states if state.is_live or not only_live]
     for problem in problems:
         print_error(problem)
     if metric is not None and states and not any(metric in state.own_metrics for state in states):

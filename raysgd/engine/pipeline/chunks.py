@@ -38,6 +38,8 @@ _LOW_TOLERANCE = 3e-2
 class _Elsewhere(nn.Module):
     """In place of a module that another stage has. What it returns has a fitting shape, and no influence."""
 
+    is_elsewhere = True  # for tensor parallelism, which may have a style for the module
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
         hidden = next((one for one in given if one.is_floating_point()), None)

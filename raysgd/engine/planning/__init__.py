@@ -5,7 +5,7 @@
 """
 
 from raysgd.engine.planning.candidates import Candidate, Hardware
-from raysgd.engine.planning.memory import MemoryEstimate
-from raysgd.engine.planning.plan import Plan, plan, predict_memory
+from raysgd.engine.planning.memory_prediction import MemoryEstimate
+from raysgd.engine.planning.strategy_plan import Plan, plan, predict_memory
 
 __all__ = ["Candidate", "Hardware", "MemoryEstimate", "Plan", "plan", "predict_memory"]

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from raysgd._util.logs import get_logger
 from raysgd.engine.config import PLAN_FIELDS, EngineConfig
 from raysgd.engine.planning.candidates import Hardware, Search
-from raysgd.engine.planning.plan import FACTORS, Change, Plan, choose_fused_step, make_plan
+from raysgd.engine.planning.strategy_plan import FACTORS, Change, Plan, choose_fused_step, make_plan
 from raysgd.engine.planning.trace import Batch, DeviceType, LossFn, TracedModel, compute_loss
 from raysgd.errors import ConfigError
 from raysgd.session import api, context

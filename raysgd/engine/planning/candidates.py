@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_count
 from raysgd.engine.config import OWN_PLAN_OF_SEQUENCES, RECOMPUTED_EVERY, EngineConfig
-from raysgd.engine.planning.memory import MemoryEstimate, estimate_memory, split_of, sum_states
+from raysgd.engine.planning.memory_prediction import MemoryEstimate, estimate_memory, split_of, sum_states
 from raysgd.engine.planning.trace import TracedModel
 from raysgd.engine.tensor_parallel import make_tensor_plan
 from raysgd.errors import ConfigError

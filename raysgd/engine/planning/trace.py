@@ -11,23 +11,23 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import partial
 from math import prod
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from raysgd.engine.blocks import find_stacks, is_inside
 from raysgd.engine.config import Precision
-from raysgd.engine.planning.tracker import AsOnCuda, Level, StepTracker, key_of, tensors_of
-from raysgd.engine.tensor_parallel import check_own_plan, make_tensor_plan
+from raysgd.engine.model.blocks import find_stacks, is_inside
+from raysgd.engine.planning.memory_tracker import AsOnCuda, Level, StepTracker, key_of, tensors_of
+from raysgd.engine.tensor_parallel import check_own_plan, make_tensor_plan, match_modules
 from raysgd.engine.tensor_parallel.attention import ShardedMultiheadAttention
-from raysgd.engine.tensor_parallel.layers import ColumnLinear, RowLinear
+from raysgd.engine.tensor_parallel.layers import ColumnLinear, RowLinear, Style
 from raysgd.errors import ConfigError
 
 T = TypeVar("T")
@@ -37,6 +37,10 @@ OptimizerFn = Callable[[Any], torch.optim.Optimizer]
 DeviceType = Literal["cuda", "cpu"]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_kv_heads")
+
+
+#: How layers of the engine's own plan shard weights, as `StepTracker` takes it.
+_KINDS: dict[Any, str] = {ShardedMultiheadAttention: "column", ColumnLinear: "column", RowLinear: "row"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +247,8 @@ class TracedModel:
         if plan is not None:
             check_own_plan(self.model, plan)
         if isinstance(plan, Mapping):
-            self._read_users_plan(plan)
+            named = dict(self.model.named_modules())
+            self._read_styles({path: style for key, style in plan.items() for path in match_modules(key, named)})
             modules = [module for block in self.blocks for module in block.modules()]
             owners = [*modules, *(getattr(one, "config", None) for one in modules)]
             counts = {getattr(one, name, None) for one in owners for name in _HEADS}
@@ -254,33 +259,28 @@ class TracedModel:
         except ConfigError as error:
             unknown = "it is not known which layers the function given as tensor_plan shards: give a dict of styles"
             return str(error) if plan is None else unknown
-        for path, style in styles.items():
-            for name, placement in style.placements.items():
-                parameter, dim = getattr(self.model.get_submodule(path), name, None), getattr(placement, "dim", None)
-                if parameter is not None and dim is not None:
-                    self._kinds[parameter] = (_kind_of(style), dim)
+        self._read_styles(styles)
         return None
 
-    def _read_users_plan(self, plan: Mapping[str, Any]) -> None:
-        patterns = {tuple(path.split(".")): style for path, style in plan.items()}
-        for path, module in self.model.named_modules():
-            parts, style = path.split("."), None
-            for names, each in patterns.items():
-                style = each if len(names) == len(parts) and all(map(fnmatch, parts, names)) else style
-            is_column = isinstance(style, ColwiseParallel)
-            if not isinstance(module, (nn.Linear, nn.Embedding)) or not (
-                is_column or isinstance(style, RowwiseParallel)
-            ):
+    def _read_styles(self, styles: Mapping[str, ParallelStyle]) -> None:
+        for path, style in styles.items():
+            module = self.model.get_submodule(path)
+            if isinstance(style, Style):
+                kind = _KINDS.get(style.layer, "whole")
+                dims = {name: getattr(placement, "dim", None) for name, placement in style.placements.items()}
+            elif isinstance(style, (ColwiseParallel, RowwiseParallel)):
+                is_column = isinstance(style, ColwiseParallel)
+                layouts = style.output_layouts if isinstance(style, ColwiseParallel) else style.input_layouts
+                # What an embedding or a head returns is whole on each rank.
+                is_whole = layouts == (Replicate(),) or not any(is_inside(path, one) for one in self.stacks)
+                kind = "whole" if is_whole else "column" if is_column else "row"
+                dims = {"weight": 0 if is_column == isinstance(module, nn.Linear) else 1}
+                dims |= {"bias": 0} if is_column else {}
+            else:
                 continue
-            dim = 0 if is_column == isinstance(module, nn.Linear) else 1
-            # What an embedding or a head returns is whole on each rank.
-            kind = "column" if is_column else "row"
-            self._kinds[cast(nn.Parameter, module.weight)] = (
-                kind if any(is_inside(path, one) for one in self.stacks) else "whole",
-                dim,
-            )
-            if is_column and getattr(module, "bias", None) is not None:
-                self._kinds[cast(nn.Parameter, module.bias)] = ("column", 0)
+            for name, dim in dims.items():
+                if dim is not None and (parameter := getattr(module, name, None)) is not None:
+                    self._kinds[parameter] = (kind, dim)
 
     def _describe_parameters(self, optimizer_fn: OptimizerFn) -> tuple[Parameter, ...]:
         names: dict[nn.Parameter, list[str]] = {}
@@ -330,14 +330,6 @@ def _find_state_bytes(kinds: set[Any], optimizer_fn: OptimizerFn) -> dict[Any, t
         other = sum(one.nbytes for one in kept) - sum(one.nbytes for one in like)
         sizes[kind] = (sum(one.element_size() for one in like), other)
     return sizes
-
-
-def _kind_of(style: Any) -> str:
-    if style.layer is ShardedMultiheadAttention:
-        return "column"
-    if style.layer is RowLinear:
-        return "whole" if style.options.get("is_split") else "row"
-    return "column" if style.layer is ColumnLinear and not style.options.get("is_gathered") else "whole"
 
 
 def _mark(tree: Any, reached: Callable[[], Any]) -> None:

@@ -17,7 +17,8 @@ from raysgd.config.argument_names import nearest
 from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
 from raysgd.engine.tensor_parallel.context import TensorContext
 from raysgd.engine.tensor_parallel.layers import Replicated, Style
-from raysgd.engine.tensor_parallel.plan import TensorPlan
+from raysgd.engine.tensor_parallel.structure import holds_for_others
+from raysgd.engine.tensor_parallel.tensor_plan import TensorPlan
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def check_own_plan(model: nn.Module, plan: Any) -> None:
         )
     modules = dict(model.named_modules())
     for path, style in plan.items():
-        matched = _match(str(path), modules)
+        matched = match_modules(str(path), modules)
         if not matched:
             known = {re.sub(r"\b\d+\b", "*", name) for name in modules} if "*" in str(path) else modules
             raise ConfigError(
@@ -69,7 +70,7 @@ def check_own_plan(model: nn.Module, plan: Any) -> None:
             )
 
 
-def _match(path: str, modules: Mapping[str, nn.Module]) -> list[str]:
+def match_modules(path: str, modules: Mapping[str, nn.Module]) -> list[str]:
     """Return the names of the modules that `parallelize_module` takes for a path."""
     if path in modules:
         return [path]
@@ -107,47 +108,28 @@ def apply_tensor_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan | Own
         raise ConfigError(
             f"A tensor plan is applied to one axis of a mesh, and this one has {mesh.ndim}: give mesh['tp']."
         )
+    ties, context = _ties(model), plan.context if isinstance(plan, TensorPlan) else TensorContext()
+    context.bind(mesh)
     if isinstance(plan, TensorPlan):
-        _apply_own(model, mesh, plan)
+        if plan.size != mesh.size():
+            raise ConfigError(f"The tensor plan is for {plan.size} ranks, and the mesh has {mesh.size()}.")
+        parallelize_module(model, mesh, plan.styles)
+        if plan.sequence_parallel:
+            model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+    elif callable(plan):
+        _call_function(plan, model, mesh)
     else:
-        _apply_users(model, mesh, plan)
+        # A stage of a pipeline has some of the model's layers.
+        here = {name: one for name, one in model.named_modules() if not hasattr(one, "is_elsewhere")}
+        parallelize_module(model, mesh, {path: style for path, style in plan.items() if match_modules(path, here)})
+    _tie_again(ties)
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if own and not any(isinstance(one, DTensor) for one in own):
+            parallelize_module(module, mesh, Style(context, Replicated))
     for buffer in model.buffers():
         broadcast_from_first(buffer, mesh.get_group())
     return model
-
-
-def _apply_own(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
-    if plan.size != mesh.size():
-        raise ConfigError(f"The tensor plan is for {plan.size} ranks, and the mesh has {mesh.size()}.")
-    plan.context.bind(mesh)
-    plan.context.expect_ties([getattr(places[0][1], places[0][2]) for places in _ties(model)])
-    for path, style in plan.styles.items():
-        parallelize_module(model.get_submodule(path), mesh, style)
-    plan.context.forget_ties()
-    if plan.sequence_parallel:
-        model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
-
-
-def _apply_users(model: nn.Module, mesh: DeviceMesh, plan: OwnPlan) -> None:
-    ties = _ties(model)
-    context = TensorContext()
-    context.bind(mesh)
-    if callable(plan):
-        _call_function(plan, model, mesh)
-    else:
-        here = dict(model.named_modules())  # a stage of a pipeline has some of the model's layers
-        parallelize_module(model, mesh, {path: style for path, style in plan.items() if _match(path, here)})
-    if callable(plan) and not any(isinstance(one, DTensor) for one in model.parameters()):
-        raise ConfigError(
-            "tensor_plan has sharded no parameter of the model: give styles for its linear layers and embeddings, such as "
-            "ColwiseParallel() and RowwiseParallel()."
-        )
-    _tie_again(ties)
-    for path, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if own and not any(isinstance(one, DTensor) for one in own):
-            parallelize_module(module, mesh, Style(context, path, Replicated, "replicated"))
-    context.forget_ties()
 
 
 def _call_function(plan: Callable[[nn.Module, DeviceMesh], object], model: nn.Module, mesh: DeviceMesh) -> None:
@@ -171,6 +153,11 @@ def _call_function(plan: Callable[[nn.Module, DeviceMesh], object], model: nn.Mo
         raise ConfigError(
             "The function that is given as tensor_plan has applied fully_shard. Leave it out, and give zero_stage=3."
         )
+    if not any(isinstance(one, DTensor) for one in model.parameters()):
+        raise ConfigError(
+            "tensor_plan has sharded no parameter of the model: give styles for its linear layers and embeddings, such as "
+            "ColwiseParallel() and RowwiseParallel()."
+        )
 
 
 def _ties(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
@@ -184,17 +171,18 @@ def _ties(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
 
 def _tie_again(ties: list[list[tuple[str, nn.Module, str]]]) -> None:
     for places in ties:
-        found = [module.get_parameter(name) for _, module, name in places]
-        shared = [one.placements for one in found if isinstance(one, DTensor)]
+        found = {id(module): module.get_parameter(name) for _, module, name in places}
+        used = [found[id(module)] for _, module, _ in places if not holds_for_others(module)]
+        shared = [one.placements for one in used if isinstance(one, DTensor)]
         if not shared:
             continue
-        if len(shared) < len(found) or len(set(shared)) > 1:
+        if len(shared) < len(used) or len(set(shared)) > 1:
             raise ConfigError(
                 f"{', '.join(path for path, _, _ in places)} share one parameter, and the plan gives them different placements. "
                 "Give each the same, or untie them."
             )
         for _, module, name in places:
-            module.register_parameter(name, found[0])
+            module.register_parameter(name, used[0])
 
 
 def _refuse_hidden_states(model: nn.Module, args: object, kwargs: dict[str, object]) -> None:

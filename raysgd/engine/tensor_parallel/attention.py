@@ -75,9 +75,7 @@ class ShardedMultiheadAttention(_Layer):
             weights = [self._tp.local(one) for one in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
         biases: Any = (None, None, None)
         if self.in_proj_bias is not None:
-            parts = self._tp.copy(self._tp.local(self.in_proj_bias)).view(3, -1)
-            width = parts.shape[1] // self._tp.size
-            biases = parts.narrow(1, self._tp.rank * width, width).unbind()
+            biases = self._tp.own_of_fused(self.in_proj_bias, 3).unbind()
         q, k, v = (
             functional.linear(one, weight, bias)
             for one, weight, bias in zip((query, key, value), weights, biases, strict=True)
@@ -99,13 +97,10 @@ class ShardedMultiheadAttention(_Layer):
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
         dropout = self.dropout if self.training else 0.0
-        if is_causal and key_padding_mask is None and not need_weights:
-            return functional.scaled_dot_product_attention(
-                queries, keys, values, dropout_p=dropout, is_causal=True
-            ), None
-        mask = self._own_mask(key_padding_mask, attn_mask, queries)
+        is_causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if is_causal else self._own_mask(key_padding_mask, attn_mask, queries)
         if not need_weights:
-            return functional.scaled_dot_product_attention(queries, keys, values, mask, dropout), None
+            return functional.scaled_dot_product_attention(queries, keys, values, mask, dropout, is_causal), None
         scores = queries @ keys.transpose(-2, -1) * self.head_dim**-0.5
         weights = torch.softmax(scores if mask is None else scores + mask, -1)
         weights = functional.dropout(weights, dropout, self.training)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raysgd.engine.local_tensors import all_gather, reduce_scatter
+from raysgd.engine.model.local_tensors import all_gather, local_of, reduce_scatter
 
 #: Takes this rank's tensor, a dim and the group.
 Collective = Callable[[Tensor, int, dist.ProcessGroup], Tensor]
@@ -64,9 +64,10 @@ def exchange(tensor: Tensor, dim: int, group: dist.ProcessGroup, forward: Collec
 
 @torch.no_grad()
 def broadcast_from_first(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Give a tensor the values of the group's first rank; nothing happens on the meta device."""
+    """Give a tensor, or what is local of a DTensor, the values of the group's first rank; nothing happens on the meta device."""
     if tensor.is_meta:
         return
+    tensor = local_of(tensor)
     whole = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.broadcast(whole, group=group, group_src=0)
     if not torch.equal(whole, tensor):

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from raysgd.engine.tensor_parallel.collectives import add_up, add_up_own, concatenate, exchange, keep, take_own
-from raysgd.engine.tensor_parallel.placements import distribute_parameter
 from raysgd.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass
@@ -59,9 +57,6 @@ class TensorContext:
     def __init__(self) -> None:
         self._stack: SequenceStack | None = None
         self._outer: Tensor | None = None
-        self._tied: list[nn.Parameter] = []
-        self._ties: dict[int, int] = {}
-        self._distributed: dict[int, nn.Parameter] = {}
 
     def __deepcopy__(self, memo: Any) -> TensorContext:
         return self
@@ -81,42 +76,6 @@ class TensorContext:
 
     # Parameters
 
-    def distribute(self, parameter: nn.Parameter, placement: Placement, name: str, *, follows: bool) -> nn.Parameter:
-        """Make the parameter a DTensor; a tied parameter becomes one DTensor.
-
-        Args:
-            parameter: The full parameter.
-            placement: How it is cut.
-            name: Its name, for messages.
-            follows: Whether a tied parameter may have another placement, that of the layer which was first.
-
-        Raises:
-            ConfigError: A tied parameter is needed with two placements.
-        """
-        at = self._ties.get(id(parameter))
-        new = self._distributed.get(at) if at is not None else None
-        if new is None:
-            new = distribute_parameter(parameter, self.mesh, placement)
-        if at is not None:
-            self._distributed[at] = new
-        assert isinstance(new, DTensor)
-        if not follows and tuple(new.placements) != (placement,):
-            raise ConfigError(
-                f"{name} is tied to a parameter that tensor parallelism places as {new.placements[0]}, and needs {placement} "
-                "itself. Give a plan in which both layers have the same placement, or untie them."
-            )
-        return new
-
-    def expect_ties(self, ties: Sequence[nn.Parameter]) -> None:
-        """Take the parameters that several layers share; others are released as soon as they are replaced."""
-        self._tied = list(ties)
-        self._ties = {id(one): at for at, one in enumerate(self._tied)}
-
-    def forget_ties(self) -> None:
-        """Release the tied parameters that were replaced."""
-        self.expect_ties(())
-        self._distributed.clear()
-
     def local(self, parameter: Tensor | None) -> Any:
         """Return this rank's values of a parameter, differentiably."""
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -130,6 +89,15 @@ class TensorContext:
         if self._is_on_parts and isinstance(parameter, DTensor) and parameter.placements == (Replicate(),):
             return self.copy(values)
         return values
+
+    def own_of_fused(self, bias: Tensor, num_parts: int) -> Tensor:
+        """Return this rank's values of each part of a fused bias, as rows.
+
+        It is replicated: small, and so never cut into several parts by FSDP2 too.
+        """
+        parts = self.copy(self.local(bias)).view(num_parts, -1)
+        width = parts.shape[1] // self.size
+        return parts.narrow(1, self.rank * width, width)
 
     # Regions
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
-from raysgd.engine.local_tensors import local_of
+from raysgd.engine.model.local_tensors import local_of
 from raysgd.errors import UsageError
 
 #: The sets of axes over which parameters are divided.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raysgd.engine.local_tensors import local_of
+from raysgd.engine.model.local_tensors import local_of, place_gradient
 from raysgd.engine.pipeline.chunks import BATCH_KEYS, Chunk, check_split, remove_others
 from raysgd.engine.pipeline.stages import V_SCHEDULES, StageSplit, read_model
 from raysgd.engine.tensor_parallel.collectives import broadcast_from_first
@@ -263,6 +263,7 @@ class PipelinedModel(nn.Module):
             return
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        place_gradient(parameter)
         own = local_of(parameter.grad)
         parts = {rank: torch.empty_like(own) for rank in tie} | {self._rank: own.contiguous()}
         operations, group = [], self.mesh.get_group()

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from raysgd.engine.tensor_parallel.attention import ShardedMultiheadAttention
 from raysgd.engine.tensor_parallel.context import SequenceStack, TensorContext
 from raysgd.engine.tensor_parallel.layers import (
     Block,
     ColumnLinear,
-    FeatureEmbedding,
     Region,
     RegionDropout,
     Replicated,
@@ -25,10 +25,10 @@ from raysgd.engine.tensor_parallel.layers import (
     Style,
     VocabularyEmbedding,
 )
-from raysgd.engine.tensor_parallel.placements import fused_shard
 from raysgd.engine.tensor_parallel.structure import (
     BLOCKS,
     STACKS,
+    Linear,
     Unit,
     UnsureError,
     has_linear_weights,
@@ -45,23 +45,19 @@ _MAX_NAMES = 8
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A style for each layer that holds parameters or draws random numbers.
+    """A style for each layer that is sharded or draws random numbers. Others are replicated.
 
     Attributes:
         size: The ranks over which each layer is sharded.
         sequence_parallel: Whether the activations between regions are sharded too.
-        styles: The styles by the layers' paths.
+        styles: The styles by the layers' paths: torch's, and those of `layers` where torch has none.
         context: What the layers will share; a plan is applied once.
     """
 
     size: int
     sequence_parallel: bool
-    styles: Mapping[str, Style]
+    styles: dict[str, ParallelStyle]
     context: TensorContext
-
-    def describe(self) -> list[tuple[str, str]]:
-        """Return each layer's path, and what becomes of it."""
-        return [(path or "(the model)", style.description) for path, style in self.styles.items()]
 
 
 def make_tensor_plan(model: nn.Module, size: int, sequence_parallel: bool = False) -> TensorPlan:
@@ -83,11 +79,16 @@ def make_tensor_plan(model: nn.Module, size: int, sequence_parallel: bool = Fals
     return _Planner(model, size, sequence_parallel).plan()
 
 
+def fused_shard(dim: int, num_parts: int) -> Placement:
+    """Return the placement of a fused weight: each of its `num_parts` parts is cut among the ranks, along `dim`."""
+    return _StridedShard(dim, split_factor=num_parts) if num_parts > 1 else Shard(dim)
+
+
 class _Planner:
     def __init__(self, model: nn.Module, size: int, is_on_parts: bool) -> None:
         self.model, self.size, self.is_on_parts = model, size, is_on_parts
         self.context = TensorContext()
-        self.styles: dict[str, Style] = {}
+        self.styles: dict[str, ParallelStyle] = {}
         self.unsure: dict[str, str] = {}
         self.undivided: dict[str, str] = {}
         self.units: dict[str, list[Unit]] = {}
@@ -107,7 +108,7 @@ class _Planner:
         self._plan_vocabulary()
         blocks = self._blocks()
         self._plan_blocks(blocks)
-        self._plan_others(blocks)
+        self._check_others(blocks)
         self._raise_problems()
         return TensorPlan(self.size, self.is_on_parts, self.styles, self.context)
 
@@ -133,54 +134,46 @@ class _Planner:
                 self.undivided[path] = f"{number} {what} ({number} % {self.size} = {number % self.size})"
                 return
         at = partial(_join, path)
+        if unit.is_whole:
+            self.styles |= {at(one.path): ColwiseParallel(output_layouts=Replicate()) for one in unit.columns}
+            self.styles |= {at(name): RowwiseParallel(input_layouts=Replicate()) for name in unit.rows}
+            return
         for one in unit.columns:
-            self._plan_columns(at(one.path), one.num_parts, is_input=one.is_input, is_gathered=unit.is_whole)
-        for name in unit.rows:
-            self._plan_rows(at(name), is_split=unit.is_whole)
-        for name in unit.summed:
-            self._plan_layer(at(name), Replicated, "replicated, gradients summed", is_inside=True)
-        for name in unit.head_embeddings:
-            self._plan_layer(at(name), FeatureEmbedding, "heads sharded", {"weight": Shard(1)}, is_inside=True)
+            self._plan_columns(at(one.path), one)
+        for name in map(at, unit.rows):
+            self._plan_layer(name, RowLinear, {"weight": Shard(self._dim_of_inputs(name))})
+        for name in map(at, unit.summed):
+            self._plan_layer(name, Replicated, is_inside=True)
+        for name in map(at, unit.head_embeddings):
+            self.styles[name] = ColwiseParallel()
         for name in map(at, unit.own_dropouts):
             if isinstance(self.modules.get(name), nn.Dropout):
-                self._plan_layer(name, RegionDropout, "draws its own numbers")
+                self._plan_layer(name, RegionDropout)
         self._plan_region(path, unit)
 
-    def _plan_columns(self, path: str, num_parts: int = 1, *, is_input: bool = False, is_gathered: bool) -> None:
+    def _plan_columns(self, path: str, one: Linear) -> None:
         """Shard the outputs of a linear layer."""
-        weight = fused_shard(0 if isinstance(self.modules[path], nn.Linear) else 1, num_parts)
-        parts = f", {num_parts} fused parts" if num_parts > 1 else ""
-        self._plan_layer(
-            path,
-            ColumnLinear,
-            f"outputs sharded{parts}{', then gathered' if is_gathered else ''}",
-            {"weight": weight, "bias": Replicate() if num_parts > 1 else Shard(0)},
-            num_parts=num_parts,
-            is_input=is_input,
-            is_gathered=is_gathered,
-        )
+        bias = Replicate() if one.num_parts > 1 else Shard(0)
+        placements = {"weight": fused_shard(1 - self._dim_of_inputs(path), one.num_parts), "bias": bias}
+        self._plan_layer(path, ColumnLinear, placements, num_parts=one.num_parts, is_input=one.is_input)
 
-    def _plan_rows(self, path: str, *, is_split: bool) -> None:
-        """Shard the inputs of a linear layer."""
-        weight = Shard(1 if isinstance(self.modules[path], nn.Linear) else 0)
-        description = "inputs split, then sharded" if is_split else "inputs sharded"
-        self._plan_layer(path, RowLinear, description, {"weight": weight}, is_split=is_split)
+    def _dim_of_inputs(self, path: str) -> int:
+        return 1 if isinstance(self.modules[path], nn.Linear) else 0
 
     def _plan_region(self, path: str, unit: Unit) -> None:
         """Shard the heads or features of a layer whose linear layers have styles of their own."""
         if unit.is_multihead:
             placements = {"in_proj_weight": fused_shard(0, 3), **{f"{name}_proj_weight": Shard(0) for name in "qkv"}}
-            self._plan_layer(path, ShardedMultiheadAttention, "heads sharded", placements)
+            self._plan_layer(path, ShardedMultiheadAttention, placements)
         if unit.region is not None:
-            at = _join(path, unit.region)
-            description = "heads sharded" if unit.weights is not None else "features sharded"
-            self._plan_layer(at, Region, description, inputs=unit.inputs, weights=unit.weights)
-            self.styles[at].attributes = {name: value // self.size for name, value in unit.local.items()}
+            style = self._plan_layer(_join(path, unit.region), Region, inputs=unit.inputs, weights=unit.weights)
+            style.attributes = {name: value // self.size for name, value in unit.local.items()}
 
     def _plan_layer(
-        self, path: str, layer: Any, description: str, placements: dict[str, Placement] | None = None, **options: Any
-    ) -> None:
-        self.styles[path] = Style(self.context, path, layer, description, placements or {}, options)
+        self, path: str, layer: Any, placements: dict[str, Placement] | None = None, **options: Any
+    ) -> Style:
+        self.styles[path] = style = Style(self.context, layer, placements or {}, options)
+        return style
 
     # Embeddings and the output layer
 
@@ -191,20 +184,15 @@ class _Planner:
         description as a DTensor.
         """
         for path, module in self._vocabulary_layers():
-            weight = module.weight
-            assert isinstance(weight, Tensor)
-            rows, features = weight.shape
+            assert isinstance(module.weight, Tensor)
+            has_even_rows, has_even_features = (number % self.size == 0 for number in module.weight.shape)
             is_embedding = isinstance(module, nn.Embedding)
-            if rows % self.size == 0 and is_embedding:
-                self._plan_layer(path, VocabularyEmbedding, "vocabulary sharded", {"weight": Shard(0)})
-            elif rows % self.size == 0:
-                self._plan_columns(path, is_gathered=True)
-            elif features % self.size == 0 and is_embedding:
-                self._plan_layer(path, FeatureEmbedding, "features sharded", {"weight": Shard(1)})
-            elif features % self.size == 0:
-                self._plan_rows(path, is_split=True)
-            else:
-                self._plan_layer(path, Replicated, "replicated")
+            if has_even_rows and is_embedding:
+                self._plan_layer(path, VocabularyEmbedding, {"weight": Shard(0)})
+            elif has_even_rows or (has_even_features and is_embedding):
+                self.styles[path] = ColwiseParallel(output_layouts=Replicate())
+            elif has_even_features:
+                self.styles[path] = RowwiseParallel(input_layouts=Replicate())
 
     def _vocabulary_layers(self) -> Iterator[tuple[str, nn.Module]]:
         embeddings = {path: one for path, one in self.modules.items() if _is_plain_embedding(one)}
@@ -265,10 +253,11 @@ class _Planner:
                 if self._is_block(path) or self._is_planned_block(path, block, blocks):
                     self._plan_sequence_block(path, block)
             elif isinstance(block, nn.TransformerEncoderLayer) and path not in self.styles:
-                self._plan_layer(path, Block, "heads and features sharded")
-            if isinstance(block, nn.TransformerEncoderLayer) and path in self.styles:
+                self._plan_layer(path, Block)
+            style = self.styles.get(path)
+            if isinstance(block, nn.TransformerEncoderLayer) and isinstance(style, Style):
                 # torch's inference path hands all weights to one kernel, which knows no DTensors; so it is not taken.
-                self.styles[path].attributes = {"activation_relu_or_gelu": 0}
+                style.attributes = {"activation_relu_or_gelu": 0}
 
     def _is_planned_block(self, path: str, block: nn.Module, blocks: Mapping[str, nn.Module]) -> bool:
         at = self._planned_at(path)
@@ -296,22 +285,21 @@ class _Planner:
         if is_stack and isinstance(self.modules.get(parent), nn.ModuleList):
             siblings = [f"{parent}.{name}" for name in self.modules[parent]._modules]
         first = self.styles.get(siblings[0])
-        is_planned = first is not None and first.layer is SequenceBlock
-        stack = first.options["stack"] if first is not None and is_planned else SequenceStack(_sequence_dim(block))
+        is_planned = isinstance(first, Style) and first.layer is SequenceBlock
+        stack = (
+            first.options["stack"] if isinstance(first, Style) and is_planned else SequenceStack(_sequence_dim(block))
+        )
         is_first, is_last = path == siblings[0], path == siblings[-1]
-        description = "on parts of the sequence"
-        self._plan_layer(path, SequenceBlock, description, stack=stack, is_first=is_first, is_last=is_last)
+        self._plan_layer(path, SequenceBlock, stack=stack, is_first=is_first, is_last=is_last)
 
     # Everything else
 
-    def _plan_others(self, blocks: Mapping[str, nn.Module]) -> None:
+    def _check_others(self, blocks: Mapping[str, nn.Module]) -> None:
         own = [path for path in blocks if self._planned_at(path) is None]
         for path, module in self.modules.items():
-            if path in self.styles or not any(True for _ in module.parameters(recurse=False)):
-                continue
-            if _is_below(path, own) and not _is_below(path, self.unsure) and has_linear_weights(module):
+            is_known = path in self.styles or _is_below(path, self.unsure)
+            if not is_known and _is_below(path, own) and has_linear_weights(module):
                 self.unsure[path] = f"a {type(module).__name__} that no known layer uses"
-            self._plan_layer(path, Replicated, "replicated")
 
     def _raise_problems(self) -> None:
         if self.undivided:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raysgd._util.text import with_article
-from raysgd.engine.optimizer_shards import OptimizerShards
+from raysgd.engine.optimizer.shards import OptimizerShards
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.torch.restoring import place_like
 

@@ -20,10 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
-from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.config import EngineConfig
-from raysgd.engine.local_tensors import local_of
-from raysgd.engine.optimizer_shards import DividedShards, OptimizerShards, average_gradients, in_buckets
+from raysgd.engine.gradients.accumulation import Accumulation
+from raysgd.engine.gradients.averaging import average_gradients, in_buckets
+from raysgd.engine.model.local_tensors import local_of
+from raysgd.engine.optimizer.shards import DividedShards, OptimizerShards
 from raysgd.errors import UsageError
 from raysgd.session import api
 from raysgd.torch.model import DistributedModel, broadcast_buffers, broadcast_from_rank_0, prepare_model, unwrap

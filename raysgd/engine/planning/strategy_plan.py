@@ -17,7 +17,7 @@ from raysgd.config.argument_names import nearest, refuse_unknown
 from raysgd.config.checks import check_amount, check_choice, check_count, check_instance
 from raysgd.engine.config import PLAN_FIELDS, EngineConfig, check_memory
 from raysgd.engine.planning.candidates import Candidate, Hardware, Refuse, Search, find_obstacle
-from raysgd.engine.planning.memory import MemoryEstimate, estimate_memory, in_gb
+from raysgd.engine.planning.memory_prediction import MemoryEstimate, estimate_memory, in_gb
 from raysgd.engine.planning.trace import Batch, DeviceType, LossFn, OptimizerFn, TracedModel
 from raysgd.errors import ConfigError, UnknownArgumentError
 

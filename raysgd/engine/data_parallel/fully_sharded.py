@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from raysgd.engine.accumulation import Accumulation
 from raysgd.engine.checks import NO_AVERAGES, check_averages
-from raysgd.engine.data_parallel import DataParallel
-from raysgd.engine.local_tensors import local_of, make_data_settable
-from raysgd.engine.optimizer_shards import DividedShards, OptimizerShards
-from raysgd.engine.precision import DTYPES, widen_parameters
-from raysgd.engine.tensor_parallel import fsdp_shard_placement
+from raysgd.engine.data_parallel.replicas import DataParallel
+from raysgd.engine.gradients.accumulation import Accumulation
+from raysgd.engine.model.local_tensors import free_dims, local_of, make_data_settable
+from raysgd.engine.model.precision import DTYPES, widen_parameters
+from raysgd.engine.optimizer.shards import DividedShards, OptimizerShards
 from raysgd.errors import ConfigError, UsageError
 from raysgd.torch.attached import AttachedHook
 from raysgd.torch.devices import device
@@ -291,3 +292,30 @@ def _without_shared(blocks: Mapping[str, nn.Module], model: nn.Module) -> dict[s
 
 def _refuse_copy(*_: Any) -> Any:
     raise ConfigError(NO_AVERAGES)
+
+
+def fsdp_shard_placement(data_parallel_size: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Return a `shard_placement_fn` for `fully_shard`, which shards another dim than tensor parallelism where it can.
+
+    FSDP2 by itself shards dim 0, where a fused weight's description would be wrong, and its checkpoints with it: where it
+    would have to, a ConfigError is raised.
+    """
+
+    def placement_of(parameter: nn.Parameter) -> Shard | None:
+        if not isinstance(parameter, DTensor) or parameter.ndim < 2:
+            return None
+        free = free_dims(parameter)
+        if 0 in free:
+            return None
+        even = [dim for dim in free if parameter.shape[dim] % data_parallel_size == 0]
+        if not even and any(isinstance(one, _StridedShard) and one.dim == 0 for one in parameter.placements):
+            shape = tuple(parameter.shape)
+            raise ConfigError(
+                f"zero_stage=3 with tensor_parallel cannot divide a fused weight of shape {shape} over {data_parallel_size} "
+                f"replicas: {data_parallel_size} does not divide "
+                f"{' or '.join(str(shape[dim]) for dim in free) or 'a free dimension'}. Give another number of workers, or "
+                "zero_stage=2."
+            )
+        return Shard(even[0]) if even else None
+
+    return placement_of

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raysgd.engine.config import RECOMPUTED_EVERY, EngineConfig
-from raysgd.engine.optimizer_shards import BUCKET_BYTES
+from raysgd.engine.gradients.averaging import BUCKET_BYTES
 from raysgd.engine.pipeline.stages import StageSplit, read_model
+from raysgd.engine.planning.memory_tracker import Level
 from raysgd.engine.planning.trace import TracedModel
-from raysgd.engine.planning.tracker import Level
 
 # FSDP2 gathers the next block while the current one computes, and reduces the gradients of one while those of the next
 # are computed (Zhao et al. 2023, section 3.3: at most two all-gathers are in flight).
@@ -195,7 +195,7 @@ def _estimate_activations(
     Model Training, 2021): one that is computed, and others that wait for their backward pass. With GPipe all of them wait.
     """
     num_ranks, kind = config.pipeline_parallel, config.activation_checkpointing
-    # FSDP gathers weights in the type of autocast, which then makes no copies; see `raysgd.engine.fully_sharded`.
+    # FSDP gathers weights in the type of autocast, which then makes no copies; see `raysgd.engine.data_parallel.fully_sharded`.
     has_copies = config.zero_stage < 3 or num_ranks > 1
     shared = {"sequence_parallel": config.sequence_parallel, "has_copies": has_copies}
     levels = model.levels(num_rows, config.tensor_parallel, **shared)

@@ -10,16 +10,18 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from raysgd._util.text import with_article
-from raysgd.engine.optimizer import EngineOptimizer
-from raysgd.engine.optimizer_parameters import Change, plain
-from raysgd.engine.step import Step
+from raysgd.engine.optimizer.engine_optimizer import EngineOptimizer
+from raysgd.engine.optimizer.parameters import Change, plain
 from raysgd.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from raysgd.engine.step import Step
 
 
 class Schedule:

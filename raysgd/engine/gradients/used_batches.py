@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from raysgd.engine.accumulation import Accumulation
+from raysgd.engine.gradients.accumulation import Accumulation
 from raysgd.errors import UsageError
 from raysgd.torch.passes import HandedBatch, places_of
 

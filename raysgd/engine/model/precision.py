@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from raysgd.engine.local_tensors import local_of
+from raysgd.engine.model.local_tensors import local_of
 from raysgd.session import api
 from raysgd.torch.attached import AttachedForward
 from raysgd.torch.devices import device

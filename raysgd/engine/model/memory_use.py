@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from raysgd.engine.local_tensors import local_of
+from raysgd.engine.model.local_tensors import local_of
 from raysgd.torch.model import unwrap
 
 _ROWS = ("parameters", "gradients", "optimizer")

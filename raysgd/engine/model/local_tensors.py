@@ -44,6 +44,22 @@ def place_as(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return make_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
 
 
+def place_gradient(parameter: torch.nn.Parameter) -> None:
+    """Distribute a gradient as its parameter is.
+
+    That of torch's ``SequenceParallel`` is a part of the sum on each rank, that of ``RowwiseParallel`` for an embedding is whole.
+    """
+    gradient = parameter.grad
+    if is_dtensor(parameter) and is_dtensor(gradient) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def free_dims(tensor: DTensor) -> list[int]:
+    """Return the dims along which a DTensor is not divided."""
+    taken = {getattr(placement, "dim", None) for placement in tensor.placements}
+    return [dim for dim in range(tensor.ndim) if dim not in taken]
+
+
 def make_data_settable() -> None:
     """Make ``parameter.data = value`` exchange the elements of DTensors: torch changes a tensor that they do not use.
 

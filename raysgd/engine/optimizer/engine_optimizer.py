@@ -6,7 +6,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
-from raysgd.engine.optimizer_parameters import refuse_optimizer
-from raysgd.engine.step import Step
+from raysgd.engine.optimizer.parameters import refuse_optimizer
 from raysgd.errors import UsageError
 from raysgd.session import api
 from raysgd.torch.devices import device
 from raysgd.torch.restoring import place_optimizer_state
+
+if TYPE_CHECKING:
+    from raysgd.engine.step import Step
 
 #: What messages of torch have that refuse an operation on distributed tensors.
 _OF_DTENSORS = ("DTensor", "placement", "harding")

@@ -6,16 +6,18 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from raysgd._util.text import with_article
-from raysgd.engine.accumulation import Accumulation
-from raysgd.engine.data_parallel import DataParallel
+from raysgd.engine.gradients.accumulation import Accumulation
 from raysgd.errors import UsageError
+
+if TYPE_CHECKING:
+    from raysgd.engine.data_parallel.replicas import DataParallel
 
 #: Those of this process.
 _calls: weakref.WeakSet[OptimizerCalls] = weakref.WeakSet()

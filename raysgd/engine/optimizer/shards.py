@@ -27,12 +27,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
-from raysgd.engine.local_tensors import all_gather, local_of, make_data_settable, make_dtensor, place_as, reduce_scatter
+from raysgd.engine.gradients.averaging import average_gradients, average_rows, in_buckets
+from raysgd.engine.model.local_tensors import (
+    all_gather,
+    free_dims,
+    local_of,
+    make_data_settable,
+    make_dtensor,
+    place_as,
+    place_gradient,
+)
 from raysgd.errors import UsageError
 from raysgd.torch.restoring import place_like
 
-#: Bytes of the parameters that communicate together, as in DDP.
-BUCKET_BYTES = 25 << 20
 #: Elements of master weights that are compared at a time, so that there is no second copy of a large one.
 _PIECE = 1 << 20
 
@@ -288,7 +295,7 @@ class OptimizerShards:
 
     def _collect(self, bucket: _Bucket) -> None:
         for parameter in bucket.parameters:
-            _place_gradient(parameter)
+            place_gradient(parameter)
         self._reduce(bucket)
 
     def _shards(self) -> Iterable[_Shard]:
@@ -390,22 +397,15 @@ class DividedShards(OptimizerShards):
         return make_dtensor(own, self._with_tensor, [placement, of_tensor], parameter.shape).requires_grad_()
 
     def _reduce(self, bucket: _Bucket) -> None:
-        """Reduce-scatter the gradients of a bucket.
-
-        Each rank's row ends with which gradients there are: their sum says how many ranks have one.
-        """
+        """Reduce-scatter the gradients of a bucket."""
         first, row = local_of(bucket.parameters[0]), bucket.row
         gradients = [parameter.grad for parameter in bucket.parameters]
         is_used = [gradient is not None for gradient in gradients]
         sent = first.new_zeros(self._num_ranks, row + len(is_used), dtype=_master_type(first))
-        sent[:, row:] = _flags(is_used, sent.dtype, sent.device)
         self._exchange(bucket, sent, gradients, fills_rows=True)
         for parameter in bucket.parameters:
             parameter.grad = None
-        received = torch.empty_like(sent[0])
-        reduce_scatter(received, sent.view(-1), group=self._group)
-        are_used = _are_used(is_used, received[row:])
-        received /= self._num_ranks
+        received, are_used = average_rows(sent, is_used, self._replicas.get_group())
         for each, at, is_there in zip(bucket.shards, bucket.places, are_used, strict=True):
             if is_there:
                 shape = local_of(each.tensor).shape
@@ -438,48 +438,6 @@ class DividedShards(OptimizerShards):
                 in_rows.append(rows[rank, at : at + part.numel()].view(part.shape))
         if in_rows:
             torch._foreach_copy_(*((in_rows, in_tensors) if fills_rows else (in_tensors, in_rows)))
-
-
-def in_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters that communicate together, in about the order in which their gradients come."""
-    buckets: list[list[nn.Parameter]] = []
-    num_bytes, traits = 0, (torch.float32, torch.device("meta"))
-    for parameter in reversed(parameters):
-        local = local_of(parameter)
-        if not buckets or (local.dtype, local.device) != traits or num_bytes >= BUCKET_BYTES:
-            buckets.append([])
-            num_bytes, traits = 0, (local.dtype, local.device)
-        buckets[-1].append(parameter)
-        num_bytes += parameter.numel() * parameter.element_size()
-    return buckets
-
-
-def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average the gradients of a bucket of parameters over ranks, whole, and leave them at the parameters.
-
-    Ranks that have not used a parameter count as zeros, if any has.
-    """
-    first = local_of(parameters[0])
-    is_used = [each.grad is not None for each in parameters]
-    sizes = [local_of(each).numel() for each in parameters]
-    flat = torch.cat(
-        [
-            first.new_zeros(size) if each.grad is None else local_of(each.grad).reshape(-1)
-            for each, size in zip(parameters, sizes, strict=True)
-        ]
-        + [_flags(is_used, first.dtype, first.device)]
-    )
-    dist.all_reduce(flat, group=group)
-    are_used = _are_used(is_used, flat[-len(is_used) :].clone())
-    flat /= group.size()
-    for parameter, averaged, is_there in zip(
-        parameters, torch.split(flat[: -len(is_used)], sizes), are_used, strict=True
-    ):
-        averaged = averaged.view(local_of(parameter).shape)
-        if parameter.grad is not None:
-            local_of(parameter.grad).copy_(averaged)
-        elif is_there:
-            parameter.grad = place_as(parameter, averaged.clone())
 
 
 def _memory_of(parameter: nn.Parameter) -> tuple[Any, ...]:
@@ -521,34 +479,13 @@ def _exchange(optimizer: Optimizer, others: Mapping[torch.Tensor, torch.Tensor])
                 state[key] = place_like(key, value, each, f"the optimizer's {key}")
 
 
-def _place_gradient(parameter: nn.Parameter) -> None:
-    """Distribute a gradient as its parameter is; that of torch's ``SequenceParallel`` is a part of the sum on each rank."""
-    gradient = parameter.grad
-    if is_dtensor(parameter) and is_dtensor(gradient) and gradient.placements != parameter.placements:
-        parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-
 def _master_type(tensor: torch.Tensor) -> torch.dtype:
     """Return the type in which the optimizer updates a tensor: fp32 in place of smaller ones."""
     return torch.float32 if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor.dtype
-
-
-def _flags(is_used: list[bool], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if all(is_used):
-        return torch.ones(len(is_used), dtype=dtype, device=device)  # no copy to the device
-    return torch.tensor(is_used, dtype=dtype, device=device)
-
-
-def _are_used(is_used: list[bool], num_ranks_using: torch.Tensor) -> list[bool]:
-    """Return which parameters any rank has used; the device is asked only if this rank has not used them all."""
-    return is_used if all(is_used) else [number > 0 for number in num_ranks_using.tolist()]
 
 
 def _divided_dim(parameter: nn.Parameter) -> int:
     """Return the dim along which data-parallel ranks divide a parameter: one that tensor parallelism leaves, if possible."""
     if not is_dtensor(parameter) or parameter.ndim < 2:
         return 0
-    from torch.distributed.tensor.placement_types import Shard, _StridedShard
-
-    taken = {place.dim for place in parameter.placements if isinstance(place, (Shard, _StridedShard))}
-    return next((dim for dim in range(parameter.ndim) if dim not in taken), 0)
+    return next(iter(free_dims(parameter)), 0)

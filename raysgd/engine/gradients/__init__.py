@@ -1,0 +1,1 @@
+"""The gradients of an optimizer's step: accumulated, averaged over ranks, clipped."""

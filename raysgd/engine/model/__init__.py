@@ -1,0 +1,1 @@
+"""What strategies do to a model itself: precision, recomputation, blocks, DTensors, and its memory use."""

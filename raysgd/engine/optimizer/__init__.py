@@ -1,0 +1,1 @@
+"""The user's optimizer and scheduler, and the shards and master weights that it updates."""
