@@ -15,14 +15,14 @@ from raysgd.session import rank_state
 
 @dataclass
 class LoopPosition:
-    """How far a training has come; part of each checkpoint.
+    """The progress of a training; part of each checkpoint.
 
     Attributes:
         epoch: The epoch that is trained, from 0.
         epoch_steps: Optimizer steps of that epoch that are done.
         steps: Optimizer steps that are done.
         validated: The step after which the newest validation ran.
-        reported: The step that the newest report tells of; -1 if there is more to tell of it.
+        reported: The step of the newest report; -1 if there is more to report of it.
         saved: The step after which the newest checkpoint was saved.
     """
 
@@ -36,7 +36,7 @@ class LoopPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """When a training ends, and what is done after how many steps (``_every``) or epochs. None: never for that reason.
+    """The end of a training, and what it does after how many steps (``_every``) or epochs. None: never for that reason.
 
     Attributes:
         epochs, steps: It ends after the first of them that is reached; after `steps` also within an epoch.
@@ -77,7 +77,7 @@ class LoopSettings:
 
 
 class Stepper(ABC):
-    """What one kind of training does at each place of the loop.
+    """One kind of training, as `train` calls it at each place of the loop.
 
     Attributes:
         position: How far it has come: a new one, or that of the checkpoint it resumes from.
