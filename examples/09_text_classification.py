@@ -45,7 +45,7 @@ def collate(rows: list[tuple[list[int], int]]) -> dict[str, torch.Tensor]:
 
 
 def train_func(config: dict) -> dict:
-    class Classifier(raysgd.engine.Finetuner):
+    class Classifier(raysgd.Finetuner):
         def train_valid_test_datasets_provider(self):
             return make_rows(600, seed=1), make_rows(101, seed=2), make_rows(99, seed=3), collate
 

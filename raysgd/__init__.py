@@ -57,6 +57,7 @@ if _typing.TYPE_CHECKING:
         world_size,
     )
     from raysgd.torch.devices import device
+    from raysgd.train.templates import Finetuner, PreTrainer, TemplateSettings
     from raysgd.trainer.stream import ResultStream
     from raysgd.trainer.trainer import Trainer
     from raysgd.viewer.loaded_run import load_run
@@ -84,6 +85,7 @@ _NAMES_OF = {
         "save_checkpoint", "should_stop", "world_rank", "world_size",
     ),
     "raysgd.torch.devices": ("device",),
+    "raysgd.train.templates": ("Finetuner", "PreTrainer", "TemplateSettings"),
     "raysgd.trainer.stream": ("ResultStream",),
     "raysgd.trainer.trainer": ("Trainer",),
     "raysgd.viewer.loaded_run": ("load_run",),
@@ -114,7 +116,7 @@ __all__ = [  # noqa: RUF022 - in the order of the documentation
     "world_rank", "world_size", "local_rank", "local_world_size", "node_rank", "data_parallel_rank", "data_parallel_size",
     "in_worker", "local",
     "load_run", "compare_runs",
-    "Engine", "EngineConfig", "accelerate",
+    "Engine", "EngineConfig", "accelerate", "PreTrainer", "Finetuner", "TemplateSettings",
     "backends", "callbacks", "data", "declarative", "engine", "errors", "jax", "functions", "tensorflow", "torch",
     "tune_integration",
 ]  # fmt: skip

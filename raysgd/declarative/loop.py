@@ -37,11 +37,13 @@ from raysgd.torch.evaluation import EvaluationLoader
 from raysgd.torch.loader import PreparedLoader
 from raysgd.torch.passes import HandedBatch
 from raysgd.torch.rows import FollowedLoader, check_order, describe_order
+from raysgd.train.loop import LoopSettings, Stepper
+from raysgd.train.loop import train as run_loop
 
 _logger = get_logger()
 
 
-class TrainingLoop:
+class TrainingLoop(Stepper):
     """The loop that trains, and what hooks get as ``trainer``.
 
     Attributes:
@@ -52,12 +54,14 @@ class TrainingLoop:
         lr_scheduler: The scheduler, or None.
         dataloader: The loaders, by ``"train"``, ``"val"`` and ``"test"``; None where there is no dataset.
         loggers: Own loggers, on rank 0.
-        train_status: How far it has come.
+        train_status: How far it has come; also as ``position``.
         rank: World rank.
         world_size: Workers.
         sync_group: The process group of the replicas of the model; None in a world of one.
         state: A dict for hooks.
     """
+
+    position: TrainStatus
 
     def __init__(
         self, args: TrainerArgs, engine_config: EngineConfig, importer: Importer, *, metric: str | None = None
@@ -66,7 +70,7 @@ class TrainingLoop:
         self.train_args = args
         self.rank, self.world_size = api.world_rank(), api.world_size()
         self.state: dict[str, Any] = {}
-        self.train_status = TrainStatus()
+        self.position = TrainStatus()
         self._importer = importer
         self.sync_group: Any = None
         self.model: Any = None
@@ -76,12 +80,14 @@ class TrainingLoop:
         self.dataloader: dict[str, Any] = {}
         self.engine = Engine(engine_config)
         self._metrics: dict[str, Any] = {}
-        self._validated: tuple[int, float] | None = None  # the step of the newest validation, and its loss
-        self._saved_step: int | None = None
+        self._val_loss: float | None = None  # of the newest validation
         self._epoch_generators: Any = None
         self._resumed: tuple[Any, Any] = (None, None)  # of the loader, and of the generators when the epoch began
         self._own_rows = 1
-        self._is_stopping = False
+
+    @property
+    def train_status(self) -> TrainStatus:
+        return self.position
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
@@ -89,21 +95,19 @@ class TrainingLoop:
         """Train from the newest checkpoint, or from the start; returns the newest metrics."""
         self._set_up("train", "val")
         self._load()
-        if self._is_done():
+        settings = self._loop_settings()
+        if settings.is_over(self.position):
             return self._results()
-        self._call_at_start("on_train_start", self, is_again=self.train_status.finished_train_steps > 0)
+        self._call_at_start("on_train_start", self, is_again=self.position.steps > 0)
         self.model.train()
-        while not self._is_done() and not self._is_stopping:
-            self._train_epoch()
-        if self.train_args.checkpoint.save_last or self._is_stopping:
-            self._save()
+        run_loop(self, settings, api.should_stop)
         self._hooks.call("on_train_end", self)
         for logger in self.loggers:
             _call_if_there(logger, "finalize")
         return self._results()
 
     def _results(self) -> dict[str, Any]:
-        status = self.train_status
+        status = self.position
         return {
             **_as_numbers(self._metrics),
             "finished_train_steps": status.finished_train_steps,
@@ -116,7 +120,7 @@ class TrainingLoop:
         if self._batches.get(stage) is None:
             raise ConfigError(f"there is no dataset for {stage!r}: dataset.{stage}_args is empty.")
         self._load(continues=False)
-        loss = self._validate(stage)
+        loss = self._loss_of(stage)
         name = f"{stage}_loss"
         api.report({name: loss})
         return {name: loss}
@@ -193,36 +197,32 @@ class TrainingLoop:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def _is_done(self) -> bool:
-        status, args = self.train_status, self.train_args
-        is_last_epoch = args.max_epochs is not None and status.epoch >= args.max_epochs
-        return is_last_epoch or self._has_all_steps()
+    def _loop_settings(self) -> LoopSettings:
+        args, saving = self.train_args, self.train_args.checkpoint
+        validates = self._batches.get("val") is not None
+        is_followed = self._follows_loss and args.lr_scheduler is not None and args.lr_scheduler.interval == "epoch"
+        return LoopSettings(
+            epochs=args.max_epochs,
+            steps=args.max_train_steps,
+            validate_every=args.val_every_n_train_steps if validates else None,
+            validate_every_epochs=(1 if is_followed else args.val_every_n_epochs) if validates else None,
+            validates_before_saving=validates and not saving.no_save,
+            save_every=saving.every_n_train_steps,
+            save_every_epochs=saving.epochs_between,
+            saves_last=saving.save_last,
+        )
 
-    def _has_all_steps(self) -> bool:
-        limit = self.train_args.max_train_steps
-        return limit is not None and self.train_status.finished_train_steps >= limit
-
-    def _train_epoch(self) -> None:
-        status = self.train_status
+    def train_epoch(self) -> Iterator[None]:
+        status = self.position
         epoch, batches = status.epoch, self._training_data()
         state, generators = self._resumed
         self._resumed = (None, None)
         self._call_at_start("on_epoch_start", self, epoch, is_again=status.epoch_steps > 0)
         self._epoch_generators = generators if status.epoch_steps else rank_state.capture_generators()
         iterator = batches.start_epoch(epoch, status.epoch_steps * self._accumulation, state, generators)
-        before = status.epoch_steps
         for group in self._groups(iterator):
             self._train_step(group)
-            self._is_stopping = self._should_stop()
-            if self._has_all_steps() or self._is_stopping:
-                break
-        else:
-            if status.epoch_steps == 0:
-                raise ConfigError("the training data has no batch for this worker.")
-            self._end_epoch()
-            return
-        if status.epoch_steps > before and self._is_epoch_over():
-            self._end_epoch()
+            yield
 
     def _call_at_start(self, name: str, *args: Any, is_again: bool) -> None:
         """Call a hook that the resumed training has called before: what it draws is in the generators already."""
@@ -231,10 +231,10 @@ class TrainingLoop:
         if is_again:
             rank_state.restore_generators(now)
 
-    def _is_epoch_over(self) -> bool:
-        """Return whether the newest step was the last of its epoch; False if that is not known."""
+    def is_epoch_over(self) -> bool:
         try:
-            return self.train_status.epoch_steps * self._accumulation >= len(self._training_data().loader)
+            left = len(self._training_data().loader) - self.position.epoch_steps * self._accumulation
+            return -self._accumulation < left <= 0
         except TypeError:  # a loader without a length
             return False
 
@@ -242,10 +242,6 @@ class TrainingLoop:
         batches = self._batches["train"]
         assert batches is not None
         return batches
-
-    def _should_stop(self) -> bool:
-        """Return whether the run was asked to end. All ranks find it at the same step, as they call it at each."""
-        return api.should_stop()
 
     def _groups(self, iterator: Iterator[Any]) -> Iterator[list[tuple[Any, int]]]:
         """Yield the micro-batches of each step with their rows that count; the last step of an epoch may have fewer."""
@@ -271,8 +267,8 @@ class TrainingLoop:
         of_ranks = api.gather(number)
         if len(set(of_ranks)) > 1:
             raise ConfigError(
-                f"ranks 0 to {self.world_size - 1} have {of_ranks} micro-batches for step {self.train_status.epoch_steps} of "
-                f"epoch {self.train_status.epoch}, and all need as many: let each replica of the model read equally many rows, "
+                f"ranks 0 to {self.world_size - 1} have {of_ranks} micro-batches for step {self.position.epoch_steps} of "
+                f"epoch {self.position.epoch}, and all need as many: let each replica of the model read equally many rows, "
                 "as torch.utils.data.DistributedSampler does."
             )
 
@@ -281,8 +277,8 @@ class TrainingLoop:
         return self.engine.config.weighted_gradients
 
     def _train_step(self, group: list[tuple[Any, int]]) -> None:
-        status, hooks, engine = self.train_status, self._hooks, self.engine
-        began, idx = time.perf_counter(), status.epoch_steps
+        hooks, engine = self._hooks, self.engine
+        began, idx = time.perf_counter(), self.position.epoch_steps
         batches = [batch for batch, _ in group]
         hooks.call("before_zero_grad", self)
         self.optimizer.zero_grad()
@@ -302,9 +298,17 @@ class TrainingLoop:
         applied = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.optimizer.step()
         hooks.call("after_optimizer_step", self)
-        status.finished_train_steps += 1
-        status.epoch_steps += 1
-        self._end_step(loss, norm, applied, num_rows, time.perf_counter() - began)
+        self._metrics = {
+            "step": self.position.steps + 1,
+            "epoch": self.position.epoch,
+            "train_loss": loss,
+            "lr": applied[0],
+            **{f"lr_{place}": lr for place, lr in enumerate(applied[1:], start=1)},
+            "gnorm": norm,
+            "rows": int(num_rows),
+            "train_wall": time.perf_counter() - began,
+        }
+        self._log(self._metrics, "train")
 
     def _forward_and_backward(self, group: list[tuple[Any, int]]) -> tuple[list[Any], list[torch.Tensor]]:
         outputs, losses = [], []
@@ -392,89 +396,46 @@ class TrainingLoop:
         settings = self.train_args.lr_scheduler
         if settings is None or settings.interval != interval:
             return
-        if not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if not self._follows_loss:
             self.lr_scheduler.step()
-            return
-        if interval == "epoch":
-            self._validate_once()
-        if self._batches.get("val") is None:
+        elif self._batches.get("val") is None:
             self.lr_scheduler.step(self._metrics["train_loss"])
-        elif self._validated is not None:  # never losses of both kinds, which cannot be compared
-            self.lr_scheduler.step(self._validated[1])
+        elif self._val_loss is not None:  # never losses of both kinds, which cannot be compared
+            self.lr_scheduler.step(self._val_loss)
 
-    def _end_step(self, loss: float, norm: Any, applied: list[float], num_rows: float, seconds: float) -> None:
-        status, args = self.train_status, self.train_args
-        self._metrics = {
-            "step": status.finished_train_steps,
-            "epoch": status.epoch,
-            "train_loss": loss,
-            "lr": applied[0],
-            **{f"lr_{place}": lr for place, lr in enumerate(applied[1:], start=1)},
-            "gnorm": norm,
-            "rows": int(num_rows),
-            "train_wall": seconds,
-        }
-        self._log(self._metrics, "train")
-        step = status.finished_train_steps
-        is_saved = _divides(args.checkpoint.every_n_train_steps, step)
-        is_saved_now = self._saves and (is_saved or (self._has_all_steps() and args.checkpoint.save_last))
-        is_epoch_due = self._is_epoch_over() and self._validates_after(status.epoch + 1)
-        if is_saved_now or is_epoch_due or _divides(args.val_every_n_train_steps, step):
-            self._validate_once()  # before the scheduler and the report, which get its loss
+    @property
+    def _follows_loss(self) -> bool:
+        return isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def end_step(self) -> None:
         self._step_scheduler("step")
-        self._report()
-        if is_saved:
-            self._save()
 
-    def _report(self) -> None:
+    def end_epoch(self) -> None:
+        self._step_scheduler("epoch")
+        self._epoch_generators = None
+
+    def after_epoch(self, epoch: int) -> None:
+        self._hooks.call("on_epoch_end", self, epoch)
+
+    def report(self) -> None:
         if self._metric is None or self._metric in self._metrics:
             api.report(self._metrics)
 
-    @property
-    def _saves(self) -> bool:
-        return not self.train_args.checkpoint.no_save
-
-    def _validates_after(self, epochs: int) -> bool:
-        args = self.train_args
-        return _divides(args.val_every_n_epochs, epochs) or (
-            self._saves and _divides(args.checkpoint.epochs_between, epochs)
-        )
-
-    def _end_epoch(self) -> None:
-        status, args = self.train_status, self.train_args
-        epoch = status.epoch
-        self._step_scheduler("epoch")
-        status.epoch, status.epoch_steps = epoch + 1, 0
-        self._epoch_generators = None
-        if self._validates_after(status.epoch):
-            before = self._validated
-            self._validate_once()
-            if self._validated is not before:  # it was not known that this was the last step of the epoch
-                self._report()
-        if _divides(args.checkpoint.epochs_between, status.epoch):
-            self._save()
-        self._hooks.call("on_epoch_end", self, epoch)
-
     # -- validation ---------------------------------------------------------------------------------------------------
 
-    def _validate_once(self) -> None:
-        """Validate, unless the weights were validated already or there is no data for it."""
-        step = self.train_status.finished_train_steps
-        if self._batches.get("val") is None or (self._validated is not None and self._validated[0] == step):
-            return
+    def validate(self) -> None:
         began = time.perf_counter()
-        loss = self._validate("val")
-        self._validated = step, loss
-        self._metrics = {**self._metrics, "val_loss": loss, "val_wall": time.perf_counter() - began}
-        self._log({"val_loss": loss, "val_wall": self._metrics["val_wall"]}, "val")
+        self._val_loss = self._loss_of("val")
+        found = {"val_loss": self._val_loss, "val_wall": time.perf_counter() - began}
+        self._metrics = {**self._metrics, **found}
+        self._log(found, "val")
 
-    def _validate(self, stage: str) -> float:
+    def _loss_of(self, stage: str) -> float:
         """Return the mean loss over all rows of the data, without those that are repeated."""
         hooks, batches = self._hooks, self._batches[stage]
         assert batches is not None
         hooks.call("on_val_start", self)
         total = [0.0, 0.0]
-        now = rank_state.capture_generators()  # a validation must not change the training
         self.model.eval()
         try:
             with torch.no_grad():
@@ -482,7 +443,6 @@ class TrainingLoop:
                     total = self._validation_step(batches, batch, idx, total)
         finally:
             self.model.train()
-            rank_state.restore_generators(now)
         sums = self._sum_over_replicas(total)
         loss = sums[0] / max(1.0, sums[1])
         hooks.call("on_val_end", self, loss)
@@ -508,16 +468,11 @@ class TrainingLoop:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def _save(self) -> None:
-        status, settings = self.train_status, self.train_args.checkpoint
-        if settings.no_save or self._saved_step == status.finished_train_steps:
+    def save(self) -> None:
+        status, settings = self.position, self.train_args.checkpoint
+        if settings.no_save:
             return
-        before = self._validated
-        self._validate_once()
-        if self._validated is not before:
-            self._report()
-        is_validated = self._validated is not None and self._validated[0] == status.finished_train_steps
-        loss = self._validated[1] if is_validated and self._validated else self._metrics.get("train_loss", float("inf"))
+        loss = self._metrics.get("val_loss", self._metrics.get("train_loss", float("inf")))
         status.best_loss = min(status.best_loss, loss)
         own: dict[str, Any] = {}
         self._hooks.call("on_save_checkpoint", self, own)
@@ -544,10 +499,9 @@ class TrainingLoop:
             "loss": loss,
             "best_loss": status.best_loss,
             "epochs": status.epoch,
-            "step": status.finished_train_steps,
+            "step": status.steps,
         }
         self.engine.save_checkpoint(metrics=metrics, merged=settings.save_type == "merged", **more)
-        self._saved_step = status.finished_train_steps
 
     def _load(self, *, continues: bool = True) -> None:
         saved = self.engine.load_checkpoint()
@@ -561,11 +515,9 @@ class TrainingLoop:
             if status.epoch_steps:
                 check_order(saved["order"], self._training_data().loader, status.epoch)
             status.epoch_steps = find_epoch_steps(self.train_args, status, saved["batches"])
-        self.train_status = status
+        self.position = status
         self._metrics = dict(saved["newest_metrics"])
-        self._saved_step = status.finished_train_steps
-        if "val_loss" in self._metrics:  # a scheduler may follow it
-            self._validated = status.finished_train_steps, self._metrics["val_loss"]
+        self._val_loss = self._metrics.get("val_loss")  # a scheduler may follow it
         of_ranks = saved["of_ranks"]
         is_same_size = len(of_ranks) == self.world_size
         own = dict(of_ranks[self.rank] if is_same_size else of_ranks[0])
@@ -579,11 +531,7 @@ class TrainingLoop:
     def _log(self, metrics: dict[str, Any], tag: str) -> None:
         for logger in self.loggers:
             numbers = {name: value for name, value in _as_numbers(metrics).items() if name not in ("step", "epoch")}
-            logger.log_metrics(numbers, self.train_status.finished_train_steps, tag=tag)
-
-
-def _divides(interval: int | None, number: int) -> bool:
-    return interval is not None and number % interval == 0
+            logger.log_metrics(numbers, self._metrics["step"], tag=tag)
 
 
 def _as_numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:

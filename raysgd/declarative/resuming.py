@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 from raysgd.declarative.args import TrainerArgs
 from raysgd.errors import ConfigError
+from raysgd.train.loop import LoopPosition
 
 
 @dataclass
-class TrainStatus:
+class TrainStatus(LoopPosition):
     """The progress of a training.
 
     Attributes:
-        epoch: The epoch that is trained, from 0.
-        epoch_steps: Optimizer steps of that epoch that are done.
-        finished_train_steps: Optimizer steps that are done.
         best_loss: The lowest validation loss of a checkpoint, or training loss if there is no validation.
     """
 
-    epoch: int = 0
-    epoch_steps: int = 0
-    finished_train_steps: int = 0
     best_loss: float = float("inf")
+
+    @property
+    def finished_train_steps(self) -> int:
+        """Optimizer steps that are done."""
+        return self.steps
 
 
 def check_interval(args: TrainerArgs, before: str | None) -> None:

@@ -10,18 +10,14 @@ if _typing.TYPE_CHECKING:
     from raysgd.engine.config import EngineConfig
     from raysgd.engine.model.memory_use import MemoryUse
     from raysgd.engine.planning import Candidate, Hardware, MemoryEstimate, Plan, plan, predict_memory
-    from raysgd.engine.templates import Finetuner, PreTrainer, TemplateSettings
 
 _MODULE_OF = {
     "Candidate": "raysgd.engine.planning",
     "EngineConfig": "raysgd.engine.config",
-    "Finetuner": "raysgd.engine.templates",
     "Hardware": "raysgd.engine.planning",
     "MemoryEstimate": "raysgd.engine.planning",
     "MemoryUse": "raysgd.engine.model.memory_use",
     "Plan": "raysgd.engine.planning",
-    "PreTrainer": "raysgd.engine.templates",
-    "TemplateSettings": "raysgd.engine.templates",
     "plan": "raysgd.engine.planning",
     "predict_memory": "raysgd.engine.planning",
 }
@@ -29,13 +25,10 @@ _MODULE_OF = {
 __all__ = [
     "Candidate",
     "EngineConfig",
-    "Finetuner",
     "Hardware",
     "MemoryEstimate",
     "MemoryUse",
     "Plan",
-    "PreTrainer",
-    "TemplateSettings",
     "plan",
     "predict_memory",
 ]

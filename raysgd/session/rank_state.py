@@ -6,7 +6,8 @@ With logical workers the generators of each of them belong to it too; see `raysg
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from raysgd._util.imports import imported
@@ -38,6 +39,16 @@ def capture_generators() -> GeneratorStates:
 def restore_generators(states: Mapping[str, Any]) -> None:
     """Restore the generators to what `capture_generators` returned; skips those of frameworks that are not loaded."""
     generators.write(generators.from_json(states))
+
+
+@contextmanager
+def keep_generators() -> Iterator[None]:
+    """Restore the loaded generators after the block, also after an error."""
+    now = capture_generators()
+    try:
+        yield
+    finally:
+        restore_generators(now)
 
 
 def make_deterministic() -> None:

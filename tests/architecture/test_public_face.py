@@ -17,8 +17,9 @@ from support.project import ROOT
 PUBLIC = {
     "raysgd": """
         Backend BackendConfig Callback Checkpoint CheckpointConfig Coordinator Engine EngineConfig EnvConfig Event
-        FailureConfig HorovodConfig
-        JaxConfig NoneConfig Result ResultStream RunConfig RunInfo RunStatus SavedArray Stop TensorflowConfig
+        FailureConfig Finetuner HorovodConfig
+        JaxConfig NoneConfig PreTrainer Result ResultStream RunConfig RunInfo RunStatus SavedArray Stop TemplateSettings
+        TensorflowConfig
         TorchConfig Trainer accelerate barrier broadcast compare_runs data_parallel_rank data_parallel_size device gather
         get_dataset get_datasets in_worker list_checkpoints load_checkpoint load_run local local_rank local_world_size node_rank
         report save_checkpoint should_stop world_rank world_size
@@ -34,8 +35,7 @@ PUBLIC = {
         Batches DatasetShard DatasetSubset Rows WorkerDataset to_cv
     """.split(),
     "raysgd.engine": """
-        Candidate EngineConfig Finetuner Hardware MemoryEstimate MemoryUse Plan PreTrainer TemplateSettings plan
-        predict_memory
+        Candidate EngineConfig Hardware MemoryEstimate MemoryUse Plan plan predict_memory
     """.split(),
     "raysgd.declarative": """
         AggregatedOutputs CheckpointConfig ComputeConfig DataloaderConfig DatasetConfig DatasetSamplerConfig HookConfig

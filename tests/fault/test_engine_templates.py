@@ -20,7 +20,7 @@ def train_func(config: dict[str, Any]) -> dict[str, Any]:
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    from raysgd.engine import PreTrainer
+    from raysgd import PreTrainer
 
     x = torch.randn(48, 5, generator=torch.Generator().manual_seed(0))
     y = x.prod(1, keepdim=True)
@@ -61,8 +61,7 @@ def test_template_resumes_after_a_kill(ray_cluster: Any, tmp_path: Path, num_wor
     assert metrics["step"] == 18 and metrics["eval_loss"] == results[-1]["eval_loss"]
     second = [result["step"] for result in results if result["attempt"] == 2]
     if num_workers == 2:
-        resumed = [*range(6, 13), 12, *range(13, 19)]  # with an evaluation after the epoch, at step 12
-        assert second == resumed, "it did not resume after the checkpoint of step 5"
+        assert second == list(range(6, 19)), "it did not resume after the checkpoint of step 5"
         latest = {result["step"]: result["loss"] for result in results}
         assert latest == pytest.approx({result["step"]: result["loss"] for result in whole}, rel=1e-6)
         assert metrics["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=1e-6)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import raysgd
-from raysgd.engine import Finetuner
+from raysgd import Finetuner
 from raysgd.testing import FaultPlan, Kill
 from support.engine_models import batch, build
 from support.engine_steps import language_optimizer

@@ -173,7 +173,7 @@ class TestStrategiesInWarmWorkers:
 
 
 def train_template(config: dict[str, Any]) -> dict[str, Any]:
-    from raysgd.engine import Finetuner
+    from raysgd import Finetuner
 
     whole = batch(KIND, 0, rows=30, is_even=True)
     rows = [{name: values[number] for name, values in whole.items()} for number in range(30)]

@@ -200,7 +200,7 @@ def test_sanity_check_finds_mistakes_before_the_first_step(
         settings = {"eval_predictor": trainer.get_default_predictor(pred_fn, output)}
     with pytest.raises(ConfigError, match=message):
         fit_with_evaluation(trainer, **settings)
-    assert len(raysgd.load_run(str(deployer.runs.run_dir)).metrics) == 0
+    assert len(raysgd.load_run(str(deployer.runs.trainer.run_dir)).metrics) == 0
 
 
 @shared
@@ -373,7 +373,7 @@ def test_next_fit_and_predict_in_warm_workers_compile_nothing(deployer: Deployer
 
 def newest_pids(deployer: Deployer) -> dict[int, int]:
     """Return the processes of the latest run's last group, by rank."""
-    events = raysgd.load_run(str(deployer.runs.run_dir)).events
+    events = raysgd.load_run(str(deployer.runs.trainer.run_dir)).events
     return {each["rank"]: each["pid"] for each in events[events["kind"] == "worker_up"]["data"]}
 
 
@@ -411,7 +411,7 @@ def test_wandb_gets_every_step_and_the_evaluations(ray_cluster: Any, tmp_path: P
     offline = {"mode": "offline", "project": "pipes"}
     with make_deployer(1, 1, workdir=tmp_path / "work", run_wandb=True, wandb_init_kwargs=offline) as deployer:
         result = fit_with_evaluation(make_trainer(deployer), train_examples=WITHOUT_TAIL, save_last_ckpt=True)
-        run_dir = Path(str(deployer.runs.run_dir))
+        run_dir = Path(str(deployer.runs.trainer.run_dir))
     found = wandb_files.read(run_dir)
     logged = wandb_files.rows(found)
     assert [row["step"] for row in logged] == [1, 2, 3, 3, 4, 5, 6, 6]  # the epochs' metrics have rows of their own

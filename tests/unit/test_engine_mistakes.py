@@ -71,7 +71,7 @@ def test_settings_are_off_by_default() -> None:
 
 
 def test_names_of_the_package_are_listed() -> None:
-    assert {"EngineConfig", "PreTrainer", "predict_memory"} <= set(dir(raysgd.engine))
+    assert {"EngineConfig", "MemoryUse", "predict_memory"} <= set(dir(raysgd.engine))
 
 
 def test_wrong_value_of_each_setting_is_refused_by_its_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 import raysgd
-from raysgd.engine import Finetuner, PreTrainer, TemplateSettings
-from raysgd.engine.templates import learning_rate_factor, make_default_optimizer
+from raysgd import Finetuner, PreTrainer, TemplateSettings
 from raysgd.errors import CheckpointError, ConfigError, UnknownArgumentError, UsageError
 from raysgd.torch.batches import take_rows
 from raysgd.torch.evaluation import EvaluationLoader, interleave
 from raysgd.torch.rows import check_order, skip_batches
 from raysgd.torch.samplers import Order, RankSampler, Shard
+from raysgd.train.templates import learning_rate_factor, make_default_optimizer
 from support.engine_steps import session_of
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -118,6 +119,54 @@ def test_training_resumes_after_the_step_that_was_saved(first_steps: int, tmp_pa
         assert third.train() == resumed and third.losses == [], "there was nothing left to train"
     assert first.losses + second.losses == whole.losses
     assert resumed["eval_loss"] == metrics["eval_loss"]
+
+
+@pytest.mark.parametrize("kind", ["losses", "metrics that draw"])
+def test_evaluations_do_not_change_the_training(kind: str) -> None:
+    """Not by the generator that a user's loader draws from, which is dropout's, nor by what a user's method draws."""
+
+    class Drawing(Tuner):
+        def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> Any:
+            return {"drawn": float(torch.rand(())) + random.random()}
+
+    losses = []
+    for interval in (1, 2, None):
+        base = Template if kind == "losses" else Drawing
+        of_user = DataLoader(TensorDataset(X[20:27], Y[20:27]), batch_size=3, shuffle=True)
+        mine = type("Mine", (base,), {"data": (Template.data[0], of_user, None)})
+        template = mine(engine=raysgd.Engine(), epochs=2, learning_rate=0.01, eval_interval=interval)
+        torch.manual_seed(5)
+        template.train()
+        losses.append(template.losses)
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 6
+
+
+def test_last_step_of_an_epoch_has_one_report_with_its_evaluation(tmp_path: Path) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(zip(X[:20], Y[:20], strict=True))
+
+    def reports(data: Any, **options: Any) -> list[tuple[int, int, bool]]:
+        mine = type("Mine", (Template,), {"data": (data, Template.data[1], None)})
+        mine.model_optimizer_lr_scheduler_provider = lambda self: (  # type: ignore[attr-defined]
+            setattr(self, "losses", []) or make_model(),
+            None,
+            lambda it: torch.optim.lr_scheduler.ConstantLR(it),
+        )
+        found: list[dict[str, Any]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("raysgd.session.api.report", lambda metrics: found.append(metrics))
+            mine(engine=raysgd.Engine(), **options).train()
+        return [(each["step"], each["epoch"], "eval_loss" in each) for each in found]
+
+    each_step = {"batch_size": 8, "epochs": 2, "log_interval": 1}
+    of_steps = [(1, 0, False), (2, 0, False), (3, 1, True), (4, 1, False), (5, 1, False), (6, 2, True)]
+    assert reports(Template.data[0], **each_step) == of_steps
+    # That it was the last one is known when a stream has ended.
+    of_stream = [*of_steps[:2], (3, 0, False), *of_steps[2:5], (6, 1, False), of_steps[5]]
+    assert reports(Stream(), **each_step) == of_stream
+    assert reports(Template.data[0], batch_size=8, epochs=2) == [(3, 1, True), (6, 2, True)]
+    assert reports(Stream(), batch_size=8, epochs=2) == [(3, 1, True), (6, 2, True)]
 
 
 class RowTemplate(Template):

@@ -177,6 +177,21 @@ def test_fit_resumes_within_an_epoch_of_examples_by_epoch(deployer: Deployer) ->
         make_trainer(deployer).fit(EXAMPLES, 2, 2, resume_from=saved)
 
 
+def test_fit_resumes_after_each_step_and_epoch(deployer: Deployer) -> None:
+    """Also after the last step of an epoch, whose evaluation and checkpoint then follow."""
+    by_epoch: Any = partial(examples_of, calls=[])
+    options: dict[str, Any] = {"eval_examples": EXAMPLES[:3], "save_every_n_steps": 1, "save_last_ckpt": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalRuns, "delete_checkpoint", lambda *_: None)
+        expected = make_trainer(deployer).fit(by_epoch, 4, 2, **options)
+        saved = deployer.runs.trainer.list_checkpoints()
+    assert [each.load()["progress"]["position"]["steps"] for each in saved] == [1, 2, 3, 3, 4, 5, 5]
+    for each in saved:
+        result = make_trainer(deployer).fit(by_epoch, 4, 2, resume_from=each, **options)
+        assert (result.history, result.num_steps) == (expected.history, expected.num_steps)
+        check_equal(result.params, expected.params)
+
+
 def noisy_collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
     batch = collate_fn(examples)
     return {**batch, "x": batch["x"] + np.float32(np.random.normal() + random.random())}

@@ -7,7 +7,8 @@ checkpoint, so the loop resumes between any two steps, with any number of worker
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -29,11 +30,13 @@ from raysgd.functions.worker.predicting import load_start, rows_on_all_devices
 from raysgd.functions.worker.steps import Steps, find_steps, mesh_of
 from raysgd.functions.worker.train_state import TrainState, cast
 from raysgd.session import api, rank_state
+from raysgd.train.loop import LoopPosition, LoopSettings, Stepper
+from raysgd.train.loop import train as run_loop
 
 TRAIN, EVAL = "train", "eval"
 
 
-class Fitting:
+class Fitting(Stepper):
     """A training from its newest checkpoint, or from its beginning, to its end.
 
     Args:
@@ -51,13 +54,13 @@ class Fitting:
         self._is_first = api.world_rank() == 0
         self._set_up()
         self._state: TrainState
-        self._num_steps: int
         #: The sums of the epoch in progress: of the loss, and of its weight.
         self._sums = [0.0, 0.0]
         self._history: list[dict[str, Any]] = []
         self._unread: Any = None  # metrics of the newest step, which the device may not have computed yet
         self._has_warned = False
-        self._is_stopping = False
+        self._metrics: dict[str, Any] = {}  # of the newest report
+        self._found: tuple[dict[str, Any], Predictions] | None = None  # by the evaluation of the epoch
 
     def run(self) -> dict[str, Any]:
         """Train.
@@ -78,17 +81,24 @@ class Fitting:
         return compute_loss(self._steps, self._state, self._loss_batches)
 
     def _run(self, is_new: bool) -> dict[str, Any]:
-        if is_new and self._settings.eval_sanity_check and self._settings.has_eval:
+        settings = self._settings
+        if is_new and settings.eval_sanity_check and settings.has_eval:
             self._check_evaluation()
-        while self._batches.epoch < self._settings.last_epoch and not self._is_stopping:
-            self._train_epoch(self._batches.epoch)
+        loop_settings = LoopSettings(
+            epochs=settings.last_epoch,
+            validate_every_epochs=1 if settings.has_eval else None,
+            save_every=settings.save_every_n_steps,
+            save_every_epochs=1,
+            saves_last=False,
+        )
+        run_loop(self, loop_settings, api.should_stop)
         compilations = dict(self._steps.num_compilations)
         if self._pred_steps is not None:
             compilations["predict"] = self._pred_steps.num_compilations["predict"]
         return {
             "history": self._history,
-            "epoch": self._batches.epoch,
-            "num_steps": self._num_steps,
+            "epoch": self.position.epoch,
+            "num_steps": self.position.steps,
             "num_compilations": compilations,
         }
 
@@ -172,8 +182,8 @@ class Fitting:
                     "its schedule continues.",
                     int(self._state.step),
                 )
-        self._num_steps = int(self._state.step)
         if progress is None:
+            self.position = LoopPosition(epoch=settings.first_epoch, steps=int(self._state.step))
             self._restore_batches(Position(epoch=settings.first_epoch))
             return True
         position = progress.get("train_position")
@@ -185,6 +195,7 @@ class Fitting:
             )
         if position is not None:
             self._restore_batches(Position.from_json(position, "train_examples"))
+        self.position = LoopPosition(**progress["position"])
         self._sums = [float(each) for each in progress["sums"]]
         self._history = list(progress["history"])
         return False
@@ -197,22 +208,18 @@ class Fitting:
 
     # ---------------------------------------------------------------------------------------------------- training
 
-    def _train_epoch(self, epoch: int) -> None:
-        every = self._settings.save_every_n_steps
+    def train_epoch(self) -> Iterator[None]:
         for batch in self._batches:
             placed = self._steps.place_batch(batch.arrays, num_rows=batch.num_rows)
             self._state, metrics = self._steps.train(self._state, placed)
             self._read_metrics()  # of the step before, so that the device has the next one to do
             self._unread = metrics
-            self._num_steps += 1
             shown = {name: value for name, value in metrics.items() if name not in ("step", "weight")}
-            api.report({"epoch": epoch, "step": self._num_steps, **shown})
-            self._is_stopping = api.should_stop()
-            if self._is_stopping or (every is not None and self._num_steps % every == 0):
-                self._save({})
-            if self._is_stopping:
-                return
-        self._end_epoch(epoch)
+            self._metrics = {"epoch": self.position.epoch, "step": self.position.steps + 1, **shown}
+            yield
+
+    def report(self) -> None:
+        api.report(self._metrics)
 
     def _read_metrics(self) -> None:
         metrics, self._unread = self._unread, None
@@ -225,28 +232,30 @@ class Fitting:
             if self._is_first:
                 get_logger().warning("the training loss is %s at step %d.", loss, int(metrics["step"]))
 
-    def _end_epoch(self, epoch: int) -> None:
+    def end_epoch(self) -> None:
         self._read_metrics()
         total, weight = self._sums
         self._sums = [0.0, 0.0]
-        found = {TRAIN_LOSS: total / weight if weight else float("nan")}
-        if self._settings.has_eval:
-            results, predictions = self._evaluate()
-            found |= {PREFIX + name: value for name, value in results.items()}
-            self._check_wanted(found)
+        epoch, metrics = self.position.epoch, {TRAIN_LOSS: total / weight if weight else float("nan")}
+        if self._found is not None:
+            (results, predictions), self._found = self._found, None
+            metrics |= {PREFIX + name: value for name, value in results.items()}
+            self._check_wanted(metrics)
             if self._is_first and self._settings.folder is not None:
                 write_evaluation(self._settings.folder, epoch, results, predictions)
-        self._history.append({"epoch": epoch, "step": self._num_steps, **found})
-        api.report(self._history[-1])
-        self._save(self._history[-1])
+        self._metrics = {"epoch": epoch, "step": self.position.steps, **metrics}
+        self._history.append(self._metrics)
+        self.position.reported = -1  # the loss of the step was reported; now there are those of the epoch
 
     # ---------------------------------------------------------------------------------------------------- evaluation
+
+    def validate(self) -> None:
+        self._found = self._evaluate()
 
     def _evaluate(self, *, only_first: bool = False) -> tuple[dict[str, Any], Predictions]:
         """Return the results, the same on all ranks, and on rank 0 the predictions."""
         settings, parts = self._settings, self._parts
         results: dict[str, Any] = {}
-        now = rank_state.capture_generators()  # an evaluation must not change the training
         if settings.eval_loss:
             batches = [self._loss_batches.first()] if only_first else self._loss_batches
             results["loss"] = compute_loss(self._steps, self._state, batches)
@@ -261,7 +270,6 @@ class Fitting:
                 is_first_rank=self._is_first,
             )
             results |= api.broadcast(self._compute_metrics(predictions) if self._is_first else None)
-        rank_state.restore_generators(now)
         return results, predictions
 
     def _compute_metrics(self, predictions: Predictions) -> dict[str, Any]:
@@ -278,7 +286,8 @@ class Fitting:
 
     def _check_evaluation(self) -> None:
         """Evaluate one batch, so that mistakes are found before the first step."""
-        results, _ = self._evaluate(only_first=True)
+        with rank_state.keep_generators():
+            results, _ = self._evaluate(only_first=True)
         self._check_wanted({TRAIN_LOSS: 0.0, **{PREFIX + name: value for name, value in results.items()}})
 
     def _check_wanted(self, metrics: Mapping[str, Any]) -> None:
@@ -287,7 +296,7 @@ class Fitting:
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
-    def _save(self, metrics: Mapping[str, Any]) -> None:
+    def save(self) -> None:
         self._read_metrics()
         state = self._state.state_dict()
         if not self._settings.save_opt_states:
@@ -295,10 +304,12 @@ class Fitting:
         if (name := self._settings.save_float_dtype) is not None:
             state["params"] = jax.tree.map(lambda array: cast(array, jnp.dtype(name)), state["params"])
         progress: dict[str, Any] = {
+            "position": asdict(self.position),
             "sums": self._sums,
             "history": self._history,
             "hyperparameters": self._steps.given_hyperparameters(),
         }
         if self._by_epoch is not None:
             progress["train_position"] = self._by_epoch.position.to_json()
+        metrics = {} if self.position.epoch_steps else self._metrics  # those of the epoch, once it has ended
         api.save_checkpoint({"train_state": state, "progress": progress}, metrics=metrics, all_ranks=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -22,6 +22,8 @@ from raysgd.torch.batches import take_rows
 from raysgd.torch.evaluation import EvaluationLoader
 from raysgd.torch.loader import PreparedLoader, prepare_data_loader
 from raysgd.torch.rows import FollowedLoader, check_order, describe_order, skip_batches
+from raysgd.train.loop import LoopPosition, LoopSettings, Stepper
+from raysgd.train.loop import train as run_loop
 
 Decay = Literal["linear", "cosine", "constant"]
 
@@ -102,7 +104,7 @@ def learning_rate_factor(step: int, num_steps: int, warmup: float, decay: Decay)
 class PreTrainer:
     """A training loop whose parts are methods to override; `train` runs it, in a ``train_func`` or alone.
 
-        class MyPreTrainer(raysgd.engine.PreTrainer):
+        class MyPreTrainer(raysgd.PreTrainer):
             def train_valid_test_datasets_provider(self):
                 return train_dataset, valid_dataset, None
 
@@ -214,7 +216,10 @@ class PreTrainer:
         evaluation, test = (
             None if each is None else EvaluationLoader(prepare_data_loader(each)) for each in loaders[1:]
         )
-        metrics = _Loop(self, optimizer, scheduler, train, evaluation).run()
+        steps = _Steps(self, optimizer, scheduler, train, evaluation)
+        self.model.train()
+        run_loop(steps, steps.loop_settings(), api.should_stop)
+        metrics = steps.metrics
         if test is not None:
             metrics |= {f"test_{name.removeprefix('eval_')}": value for name, value in self._evaluate(test).items()}
             api.report(metrics)
@@ -368,8 +373,8 @@ class Finetuner(PreTrainer):
         return {f"eval_{name.removeprefix('eval_')}": value for name, value in (metrics or {}).items()}
 
 
-class _Loop:
-    """One training of a template: where it is, and when it reports, evaluates and saves."""
+class _Steps(Stepper):
+    """The steps of a template, and what it reports and saves."""
 
     def __init__(
         self,
@@ -382,40 +387,37 @@ class _Loop:
         self._template, self._engine, self._settings = template, template.engine, template.settings
         self._optimizer, self._scheduler = optimizer, scheduler
         self._loader, self._evaluation = loader, evaluation
-        self._epoch, self._step = 0, 0
+        self.position = LoopPosition()
         self._num_batches = 0  # of this epoch, on each replica
         self._losses: list[torch.Tensor] = []  # since the last report
         self._rows: list[int] = []
-        self._metrics: dict[str, Any] = {}
-        self._evaluated_step = self._saved_step = 0
-
-    def run(self) -> dict[str, Any]:
+        self.metrics: dict[str, Any] = {}
+        self._found: dict[str, Any] = {}  # by an evaluation, since the last report
         self._load()
-        self._template.model.train()
-        while not self._is_done() and not api.should_stop():
-            self._train_epoch()
-        if self._saved_step != self._step:
-            self._save()
-        return self._metrics
 
-    def _is_done(self) -> bool:
-        settings = self._settings
-        return self._epoch >= settings.epochs if settings.steps is None else self._step >= settings.steps
+    def loop_settings(self) -> LoopSettings:
+        settings, evaluates = self._settings, self._evaluation is not None
+        return LoopSettings(
+            epochs=settings.epochs if settings.steps is None else None,
+            steps=settings.steps,
+            report_every=settings.log_interval,
+            validate_every=settings.eval_interval if evaluates else None,
+            validate_every_epochs=1 if evaluates and settings.eval_interval is None else None,
+            validates_last=evaluates,
+            save_every=settings.save_interval,
+            save_every_epochs=1 if settings.save_interval is None else None,
+        )
 
-    def _train_epoch(self) -> None:
-        self._loader.set_epoch(self._epoch)
+    def train_epoch(self) -> Iterator[None]:
+        epoch = self.position.epoch
+        self._loader.set_epoch(epoch)
         generator = self._loader.loader.generator
         if generator is not None and not api.in_worker():  # in a worker the loader's order depends on the epoch
-            generator.manual_seed(self._epoch)
+            generator.manual_seed(epoch)
         for batch in skip_batches(self._loader, self._num_batches):
             self._num_batches += 1
-            if self._train_on(batch) and self._ends_after_step():
-                break
-        else:
-            if not self._num_batches:
-                raise ConfigError(f"{type(self._template).__name__}: the training data has no batch for this worker.")
-            self._epoch, self._num_batches = self._epoch + 1, 0
-            self._end_epoch()
+            if self._train_on(batch):
+                yield
 
     def _train_on(self, batch: Any) -> bool:
         """Train on a batch; returns whether it was the last of its optimizer step."""
@@ -429,48 +431,36 @@ class _Loop:
         self._optimizer.step()
         self._scheduler.step()
         self._optimizer.zero_grad()
-        self._step += is_step
         return is_step
 
-    def _ends_after_step(self) -> bool:
-        """Report, evaluate and save where that is due; returns whether the training ends within this epoch."""
-        settings, is_done = self._settings, self._settings.steps is not None and self._is_done()
-        if is_done or self._is_due(settings.eval_interval):
-            self._report(evaluates=True)
-        elif self._is_due(settings.log_interval):
-            self._report()
-        if is_done or self._is_due(settings.save_interval):
-            self._save()
-        return is_done or (self._is_due(settings.log_interval) and api.should_stop())
+    def is_epoch_over(self) -> bool:
+        try:
+            return self._num_batches == len(self._loader)
+        except TypeError:  # a loader without a length
+            return False
 
-    def _end_epoch(self) -> None:
-        settings = self._settings
-        evaluates = self._evaluated_step != self._step and (settings.eval_interval is None or self._is_done())
-        if evaluates or self._losses:
-            self._report(evaluates=evaluates)
-        if settings.save_interval is None:
-            self._save()
+    def end_epoch(self) -> None:
+        self._num_batches = 0
 
-    def _is_due(self, interval: int | None) -> bool:
-        return interval is not None and self._step % interval == 0
+    def validate(self) -> None:
+        assert self._evaluation is not None
+        # Those of rank 0: they are saved too, and ranks must not save different values.
+        self._found = api.gather(self._template._evaluate(self._evaluation))[0]
 
-    def _report(self, *, evaluates: bool = False) -> None:
-        metrics: dict[str, Any] = {"step": self._step, "epoch": self._epoch}
+    def report(self) -> None:
+        epochs = self.position.epoch + self.is_epoch_over()
+        metrics: dict[str, Any] = {"step": self.position.steps, "epoch": epochs}
         if self._losses:  # on all ranks, or on none
             rows = torch.tensor(self._rows, dtype=torch.float64)
             own = float((torch.stack(self._losses).double().cpu() * rows).sum()), float(rows.sum())
             totals = api.gather(own)
             metrics["loss"] = sum(total for total, _ in totals) / sum(num for _, num in totals)
             self._losses, self._rows = [], []
-        elif "loss" in self._metrics:
-            metrics["loss"] = self._metrics["loss"]
+        elif "loss" in self.metrics:
+            metrics["loss"] = self.metrics["loss"]
         metrics["learning_rate"] = self._optimizer.param_groups[0]["lr"]
-        if evaluates and self._evaluation is not None:
-            # Those of rank 0: they are saved too, and ranks must not save different values.
-            metrics |= api.gather(self._template._evaluate(self._evaluation))[0]
-            self._evaluated_step = self._step
-        self._metrics = metrics
-        api.report(metrics)
+        self.metrics, self._found = metrics | self._found, {}
+        api.report(self.metrics)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -481,31 +471,27 @@ class _Loop:
         own: int | None = getattr(batches, "batch_size", None)
         return getattr(batches, "size", None) or (own and own * api.data_parallel_size())
 
-    def _save(self) -> None:
-        if self._losses:  # so that a resumed run reports the losses of an uninterrupted one
-            self._report()
-        at = {
-            "step": self._step,
-            "epoch": self._epoch,
+    def save(self) -> None:
+        progress = {
+            "position": asdict(self.position),
             "batches": self._num_batches,
             "copies": api.data_parallel_size(),
             "rows_of_batch": self._rows_of_batch,
             "order": describe_order(self._loader),
+            "metrics": self.metrics,
         }
-        self._engine.save_checkpoint(progress={**at, "metrics": self._metrics})
-        self._saved_step = self._step
+        self._engine.save_checkpoint(progress=progress)
 
     def _load(self) -> None:
         state = self._engine.load_checkpoint()
         if state is None:
             return
         at = state["progress"]
-        self._step, self._epoch = at["step"], at["epoch"]
+        self.position, self.metrics = LoopPosition(**at["position"]), at["metrics"]
         if at["batches"]:
-            check_order(at["order"], self._loader, self._epoch)
+            check_order(at["order"], self._loader, self.position.epoch)
             # The order of the data does not depend on the number of workers: rows that were trained on are skipped.
             then, now = at["rows_of_batch"], self._rows_of_batch
             if then is None or now is None:
                 then, now = at["copies"], api.data_parallel_size()
             self._num_batches = at["batches"] * then // now
-        self._saved_step, self._metrics = self._step, at["metrics"]

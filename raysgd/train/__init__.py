@@ -1,0 +1,1 @@
+"""The loop over epochs under `PreTrainer`, `Finetuner`, declarative trainings and `raysgd.functions`. Worker side."""
