@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
+from raysgd._util.imports import uncollected
 from raysgd.backends.base import Backend, Member
 from raysgd.checkpoint.checkpoint import Checkpoint, load_state
 from raysgd.checkpoint.format.parts import MemoryPart
@@ -171,7 +172,8 @@ class AttemptBuilder:
 
 
 def _open_code(run: RunOrder, rank: int) -> tuple[Any, Any]:
-    function, config = loads_call(resolve(run.task.code))
+    with uncollected():  # it imports what the function's module imports
+        function, config = loads_call(resolve(run.task.code))
     if run.task.deterministic:
         make_deterministic()
     if run.task.logical_workers:
