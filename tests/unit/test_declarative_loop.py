@@ -204,7 +204,7 @@ def test_last_step_that_is_validated_to_be_saved_has_one_report(
 ) -> None:
     reported = _reports(monkeypatch)
     by_epoch = {"dataset__val_args": {"dim": 4, "size": 3}, "val_every_n_epochs": None, "checkpoint__save_last": True}
-    run(training(max_epochs=2, checkpoint__every_n_epochs=None, **by_epoch), tmp_path)
+    run(training(max_epochs=2, checkpoint__every_n_train_steps=100, **by_epoch), tmp_path)
     assert [each["step"] for each in reported] == list(range(1, 2 * STEPS + 1))
     assert [each["step"] for each in reported if "val_loss" in each][-1] == 2 * STEPS
 
