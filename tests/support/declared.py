@@ -337,6 +337,19 @@ class Drawing(TrainHook):
         torch.rand(3)
 
 
+class DrawingValidations(TrainHook):
+    """Draws in validations, and keeps what it draws in steps of the training."""
+
+    def on_train_step_start(self, trainer: Any, batches: list[Any], idx: int) -> None:
+        CALLS.append((trainer.train_status.finished_train_steps, torch.rand(()).item(), random.random()))
+
+    def on_val_start(self, trainer: Any) -> None:
+        torch.rand(2)
+
+    def on_val_end(self, trainer: Any, val_loss: float) -> None:
+        random.random()
+
+
 class Diverging(Mean):
     """Its loss is NaN from the second batch on."""
 

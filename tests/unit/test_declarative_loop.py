@@ -191,6 +191,25 @@ def test_a_validation_does_not_change_the_training(noise: str) -> None:
     assert_equal(plain, run(training(**settings, val_every_n_train_steps=1, dataset__val_args=rows))[1])
 
 
+def test_hooks_that_draw_in_a_validation_do_not_change_the_training() -> None:
+    hook = {"type": "support.declared.DrawingValidations"}
+    run(training(max_epochs=2, hook=hook))
+    plain = [*declared.CALLS]
+    declared.CALLS.clear()
+    run(training(max_epochs=2, hook=hook, val_every_n_train_steps=1, dataset__val_args={"dim": 4, "size": 3}))
+    assert [step for step, *_ in plain] == list(range(2 * STEPS)) and plain == declared.CALLS
+
+
+def test_last_step_that_is_validated_to_be_saved_has_one_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reported = _reports(monkeypatch)
+    by_epoch = {"dataset__val_args": {"dim": 4, "size": 3}, "val_every_n_epochs": None, "checkpoint__save_last": True}
+    run(training(max_epochs=2, checkpoint__every_n_train_steps=100, **by_epoch), tmp_path)
+    assert [each["step"] for each in reported] == list(range(1, 2 * STEPS + 1))
+    assert [each["step"] for each in reported if "val_loss" in each][-1] == 2 * STEPS
+
+
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_the_rate_that_is_reported_is_the_one_applied(interval: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reported = _reports(monkeypatch)
