@@ -53,7 +53,7 @@ help:  ## This page
 train: $(RUN)  ## Train a small network on handwritten digits with two workers
 	@$(BIN)/python examples/01_digits.py $(ARGS)
 
-quick: $(TEST)  ## Unit tests without TensorFlow and JAX (90 s)
+quick: $(TEST)  ## Unit tests without TensorFlow and JAX (3 minutes)
 	@$(PYTEST) -q -m "not tensorflow and not jax" tests/unit tests/architecture tests/conformance/test_storages.py $(ARGS)
 
 # A Horovod that was built before is installed; nothing is built, and its tests are skipped by name where there is none.
