@@ -511,7 +511,7 @@ def restart(words: Sequence[str], run_dir: str, changes: Sequence[str]) -> int:
         changes: Flags that replace those of the run.
     """
     from raysgd.checkpoint.storage.storage import Storage
-    from raysgd.trainer.start import find_newest_of_run
+    from raysgd.trainer.resume_from import find_newest_of_run
 
     has_checkpoint = find_newest_of_run(Storage.from_uri(run_dir)).checkpoint is not None
     is_limited = any(change.partition("=")[0] in _LIMITS for change in changes)

@@ -42,7 +42,7 @@ from raysgd.session.events import Failed
 from raysgd.transport import Endpoint, Listener
 from raysgd.workers import events_connection as uplink
 from raysgd.workers.group.group import WorkerGroup
-from raysgd.workers.liveness.process_watch import DATA_HOLDER
+from raysgd.workers.liveness.own_processes import DATA_HOLDER
 from raysgd.workers.liveness.watched import Watched
 from raysgd.workers.orders import Blob
 from raysgd.workers.placement.calls import call_cluster, post_to_cluster

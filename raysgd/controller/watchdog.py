@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysgd.workers.liveness.process_watch import CONTROLLER, ProcessWatch
+from raysgd.workers.liveness.own_processes import CONTROLLER, ProcessWatch
 from raysgd.workers.liveness.watched import Watched, watched_actor
 from raysgd.workers.placement.cluster import NAMESPACE, place_near
 from raysgd.workers.placement.slots import remove_placement_groups

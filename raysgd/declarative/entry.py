@@ -29,7 +29,7 @@ from raysgd.declarative.strategies import Strategies, decide, list_warnings
 from raysgd.declarative.values import Importer
 from raysgd.engine.config import EngineConfig
 from raysgd.errors import CheckpointNotFoundError, ConfigError
-from raysgd.trainer.start import FoundCheckpoint, find_checkpoint
+from raysgd.trainer.resume_from import FoundCheckpoint, find_checkpoint
 from raysgd.trainer.trainer import Trainer
 
 PLAN_FILES = ("plan.txt", "plan.json")

@@ -1,4 +1,7 @@
-"""The progress of a declarative training, and whether a training with other settings can continue from it. Worker side."""
+"""The progress of a declarative training, and whether a training with other settings can continue from it. Worker side.
+
+Which checkpoint ``resume_from`` means is found in `raysgd.trainer.resume_from`.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from raysgd.config.checks import check_count, split_path
 from raysgd.config.scaling import PlacementStrategy
 from raysgd.errors import ConfigError
 from raysgd.functions.runs import FunctionRuns, RunCallbacks
-from raysgd.trainer.start import FoundCheckpoint, find_checkpoint, find_newest
+from raysgd.trainer.resume_from import FoundCheckpoint, find_checkpoint, find_newest
 from raysgd.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class Deployer:
         return shapes_of(self.load_ckpt(ckpt_dir)[0]["params"])
 
     def find_checkpoint(self, resume_from: Any, best_by: RetentionPolicy | None) -> FoundCheckpoint:
-        """Find the checkpoint that ``fit(resume_from=...)`` means; errors as for `raysgd.trainer.start.find_checkpoint`."""
+        """Find the checkpoint that ``fit(resume_from=...)`` means; errors as for `raysgd.trainer.resume_from.find_checkpoint`."""
         if resume_from in (LAST, BEST) and self.workdir is None:
             raise ConfigError(
                 f"resume_from={resume_from!r} needs Deployer(workdir=...), where the checkpoint is looked for."

@@ -1,6 +1,7 @@
 """How parameters are sharded: a `PartitionSpec` and a reason for each one, from own rules or by default. Pure, any process.
 
-A plan needs shapes, no devices. What no rule of the user matches is sharded by `choose_by_names`.
+A plan needs shapes, no devices; `raysgd.functions.worker.steps` places arrays by it. What no rule of the user matches is
+sharded by `choose_by_names`.
 """
 
 from __future__ import annotations

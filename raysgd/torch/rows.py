@@ -1,4 +1,7 @@
-"""Loaders that say what they hand out, or begin within an epoch, and checks of the order that they resume. Worker side."""
+"""Loaders that say what they hand out, or begin within an epoch, and checks of the order that they resume. Worker side.
+
+Which rows a rank reads is decided in `raysgd.torch.samplers`.
+"""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def _make_request(
 ) -> RunRequest:
     start, state = Start(), None
     if run.resume_from is not None:
-        from raysgd.trainer.start import resolve_start  # not for a cold start
+        from raysgd.trainer.resume_from import resolve_start  # not for a cold start
 
         start, state = resolve_start(run.resume_from, resumes_in, best_by(spec.checkpoint_config))
     # Objects that this process puts into the object store are lost when it ends, so a detached run gets bytes.

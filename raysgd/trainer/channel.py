@@ -38,7 +38,7 @@ from raysgd.controller.watchdog import ASK_AGAIN_S, comes_back, prepare_process
 from raysgd.errors import ConfigError, RaySGDError, TrainerClosedError, UsageError, WorkerError
 from raysgd.result import ENDED
 from raysgd.workers.liveness.death_reasons import explain_failed_start, first_line
-from raysgd.workers.liveness.process_watch import CONTROLLER, ProcessWatch
+from raysgd.workers.liveness.own_processes import CONTROLLER, ProcessWatch
 from raysgd.workers.liveness.watched import watched_actor
 from raysgd.workers.pickling import CallFailed, loads
 from raysgd.workers.placement.cluster import NAMESPACE, current_session, place_near

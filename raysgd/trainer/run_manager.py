@@ -38,7 +38,7 @@ from raysgd.workers.placement.capacity import explain_busy
 from raysgd.workers.placement.cluster import list_nodes
 
 if TYPE_CHECKING:
-    from raysgd.trainer.start import FoundCheckpoint
+    from raysgd.trainer.resume_from import FoundCheckpoint
 
 #: Seconds that an interrupted run has to write pending checkpoints and to let its workers leave.
 INTERRUPT_PATIENCE_S = 30.0

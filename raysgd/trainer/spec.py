@@ -25,7 +25,7 @@ from raysgd.controller.requests import TrainerSpec
 from raysgd.errors import CheckpointNotFoundError, ConfigError
 
 if TYPE_CHECKING:
-    from raysgd.trainer.start import FoundCheckpoint
+    from raysgd.trainer.resume_from import FoundCheckpoint
 
 _PACKAGES = ("raysgd", "ray", "numpy", "pyarrow", "torch")
 #: Those arguments of `raysgd.Trainer` that are fields of its `ScalingConfig`.
@@ -150,7 +150,7 @@ def restore_run(run_dir: str | os.PathLike[str], changes: Mapping[str, Any]) -> 
         CheckpointNotFoundError: The folder is not that of a run.
         ConfigError: The run's files leave an argument out, a secret or a function, and it is not among the changes.
     """
-    from raysgd.trainer.start import find_newest_of_run  # not for a cold start
+    from raysgd.trainer.resume_from import find_newest_of_run  # not for a cold start
 
     folder = Storage.from_uri(run_dir)
     description = _read_description(folder)

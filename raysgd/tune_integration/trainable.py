@@ -20,7 +20,7 @@ from raysgd.data.plan import DatasetPlan
 from raysgd.errors import ConfigError
 from raysgd.trainer import assembly
 from raysgd.trainer.arguments import RunArguments, check_tuned_func, plan_data
-from raysgd.trainer.start import resolve_start
+from raysgd.trainer.resume_from import resolve_start
 from raysgd.tune_integration.folds import FoldsTrial, check_folds
 from raysgd.tune_integration.recipe import ArgumentsFrom, Recipe, Work
 from raysgd.tune_integration.reuse import advise, note_end

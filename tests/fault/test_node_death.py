@@ -18,7 +18,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raysgd
-from raysgd.workers.liveness.process_watch import Processes, ProcessWatch
+from raysgd.workers.liveness.own_processes import Processes, ProcessWatch
 from raysgd.workers.liveness.watched import Watched, watched_actor
 from raysgd.workers.placement.avoided_nodes import SAME_DEATH_S
 from raysgd.workers.placement.cluster import NAMESPACE

@@ -16,7 +16,7 @@ import raysgd
 from raysgd.controller.processes import hosting
 from raysgd.controller.processes.callback_host import find_call
 from raysgd.controller.processes.hosting import MAX_RESTARTS, CallbackHosting
-from raysgd.workers.liveness.process_watch import ProcessWatch
+from raysgd.workers.liveness.own_processes import ProcessWatch
 
 REQUEST: Any = SimpleNamespace(run_id="run", host_callbacks=b"", reduce={})
 INFO: Any = None

@@ -20,7 +20,7 @@ from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config import CheckpointConfig
 from raysgd.errors import CheckpointError, CheckpointNotFoundError, ConfigError, UnknownArgumentError
 from raysgd.functions import Deployer, Predictor, Trainer
-from raysgd.trainer.start import FoundCheckpoint
+from raysgd.trainer.resume_from import FoundCheckpoint
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")

@@ -18,7 +18,7 @@ import ray
 
 from raysgd.workers.liveness import node_agent
 from raysgd.workers.liveness.node_agent import NodeAgent, NodeAgents
-from raysgd.workers.liveness.process_watch import ProcessWatch
+from raysgd.workers.liveness.own_processes import ProcessWatch
 from raysgd.workers.orders import WorkerInfo
 from support.poll import until, until_async
 

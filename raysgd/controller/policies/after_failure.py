@@ -2,6 +2,7 @@
 
 `find_cause` finds why an attempt ended: the user's exception ends the run, unless it is in `FailureConfig.retry_on`; a failure
 of the system may be followed by a retry. `FailurePolicy.decide` then decides between another attempt and the end of the run.
+`RunMachine` in `raysgd.controller.state_machine.run_machine` asks both, and makes the attempt.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from raysgd.controller.watchdog import prepare_process
 from raysgd.result import RunInfo
 from raysgd.session.events import Failed
 from raysgd.workers.liveness.death_reasons import first_line
-from raysgd.workers.liveness.process_watch import CALLBACK_HOST, ProcessWatch
+from raysgd.workers.liveness.own_processes import CALLBACK_HOST, ProcessWatch
 from raysgd.workers.placement.calls import call_cluster, post_to_cluster
 
 #: How often the process is started again in one run.

@@ -39,7 +39,7 @@ from raysgd.workers.group.ranks import (
 from raysgd.workers.group.reserve import Reserve
 from raysgd.workers.liveness.death_reasons import DEATHS, explain_failed_start, first_line
 from raysgd.workers.liveness.node_agent import NodeAgents
-from raysgd.workers.liveness.process_watch import ProcessWatch
+from raysgd.workers.liveness.own_processes import ProcessWatch
 from raysgd.workers.orders import AttemptOrder, Blob, Prepared, PrepareOrder, WorkerInfo
 from raysgd.workers.placement.avoided_nodes import AvoidedNodes
 from raysgd.workers.placement.calls import call_cluster, post_to_cluster

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raysgd.backends.base import BackendConfig, Coordinator, Member
 from raysgd.config import ScalingConfig
 from raysgd.errors import WorkerError
-from raysgd.workers.liveness.process_watch import ProcessWatch
+from raysgd.workers.liveness.own_processes import ProcessWatch
 from raysgd.workers.liveness.watched import Watched, watched_actor
 from raysgd.workers.orders import WorkerInfo
 from raysgd.workers.placement.calls import call_cluster, post_to_cluster

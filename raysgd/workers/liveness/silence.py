@@ -1,7 +1,8 @@
 """Whether a process that does not answer still runs. Pure.
 
 A process that does not answer may be in a C call that holds the interpreter's lock; such a process uses its CPU or waits for
-one. A process that does neither is stopped or dead.
+one. A process that does neither is stopped or dead. Workers are asked by `raysgd.controller.run.worker_watch`, raysgd's own
+processes by `raysgd.workers.liveness.own_processes`.
 """
 
 from __future__ import annotations

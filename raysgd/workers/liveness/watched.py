@@ -1,4 +1,4 @@
-"""What an actor needs to be watched by a `raysgd.workers.liveness.process_watch.ProcessWatch`."""
+"""What an actor needs to be watched by a `raysgd.workers.liveness.own_processes.ProcessWatch`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Watched:
 
 
 class ActorWatch(Protocol):
-    """The methods of `raysgd.workers.liveness.process_watch.ProcessWatch` by which actors are watched; documented there."""
+    """The methods of `raysgd.workers.liveness.own_processes.ProcessWatch` by which actors are watched; documented there."""
 
     def add(self, name: str, find: Callable[[], Any], *, on_gone: Callable[[], None]) -> None: ...
 

@@ -20,7 +20,7 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.controller.run_plan import Start
 from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ConfigError
-from raysgd.trainer.start import find_checkpoint, resolve_start
+from raysgd.trainer.resume_from import find_checkpoint, resolve_start
 
 LOWEST = RetentionPolicy(None, "loss", "min")
 

@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from raysgd.workers.liveness.node_agent import ProcessStatus
-from raysgd.workers.liveness.process_watch import Place, ProcessWatch
+from raysgd.workers.liveness.own_processes import Place, ProcessWatch
 
 TIMEOUT_S = 8.0
 STEP_S = 0.5
