@@ -74,6 +74,7 @@ are medians; every sample is in [recovery.json](recovery.json).
 - **Nodes** are raylets with their processes on this machine, killed with SIGKILL or frozen with SIGSTOP.
 - **Cables** are those of three machines with two CPUs each, which are namespaces of this machine, joined by a bridge. A
   cable that is out drops all packets and closes no connection. Six workers train, or four where the controller is cut off.
+  The published times are of another machine, with 2 cores of an AMD EPYC and Linux 6.18, which can limit TCP's pauses.
 - **Repeated kills**: {tries} kills. A try without recovery within its limit counts as a failure.
 - **Readiness**: heartbeats, the search for hangs and a spare, compared with a Trainer without a spare and almost
   without heartbeats, in alternating blocks of equal work.
@@ -93,7 +94,12 @@ PAGE = Page(
     stem="recovery",
     head=_HEAD,
     method=_METHOD,
-    reasons={},
+    reasons={
+        "node_frozen": (
+            "Silence is certain 10 s after the last heartbeat. In an examined run, a process with torch was ready on "
+            "another node 2.2 s later, and train_func took 1.2 s to its first step."
+        )
+    },
     quick="few repetitions",
     compare=comparison,
     fields=lambda document: {"tries": num_tries(document)},
