@@ -58,7 +58,7 @@ def read_run(folder: Storage, reduce: Mapping[str, str] | None = None) -> Stored
         reductions = check_reduce(description.get("reduce") if reduce is None else reduce)
         results = merge_results(sequence, reductions, is_done=outcome == "done")
         store = CheckpointStore(folder.child("checkpoints"))
-        manifests = find_rounds(store.list(), sequence, reductions)
+        manifests = find_rounds(store.list(), sequence, reductions) if folder.is_folder("checkpoints") else []
         checkpoints = [Checkpoint.of_manifest(store.path(each.number), each) for each in manifests]
         return StoredRun(folder, description, events, outcome, results, checkpoints)
 

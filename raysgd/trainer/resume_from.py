@@ -19,7 +19,7 @@ from raysgd.checkpoint.store import CheckpointStore
 from raysgd.controller.journal.journal import read_description, stored_frames
 from raysgd.controller.rounds import check_reduce
 from raysgd.controller.run_plan import Start
-from raysgd.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def find_checkpoint(
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at the path.
-        CheckpointCorruptError: A file of the checkpoint is missing or wrong.
+        CheckpointCorruptError: A file of the checkpoint is missing or wrong; or of each of those that were looked for.
         ConfigError: There is no folder to look in, or nothing says which checkpoint is best.
     """
     if resume_from is None:
@@ -116,6 +116,8 @@ def find_checkpoint(
             "keep_best."
         )
     found = find_newest(runs) if resume_from == LAST or best_by is None else _find_best(runs, best_by)
+    if found.checkpoint is None and found.skipped:  # it would begin again, and write beside what it lost
+        raise CheckpointCorruptError(f"resume_from={resume_from!r}: {folder} has no whole checkpoint; {found.skipped[0]}")
     if found.checkpoint is None:
         get_logger().warning(
             "resume_from=%s: %s has no checkpoint; training starts from the beginning.", resume_from, folder

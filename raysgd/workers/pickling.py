@@ -78,16 +78,14 @@ def dumps_named(
     """
     try:
         return dumps(obj, reducers)
-    except SerializationError as error:  # of a reducer, which says what to do
-        raise SerializationError(f"{name} cannot be sent to another process: {error}", path=name) from error
     except Exception as error:
         inside, part = _find_unpicklable(obj, "", reducers)
         path = f"{name} {inside}" if " " in name and inside.startswith(("[", ".")) else name + inside
-        raise SerializationError(
-            f"{path} cannot be sent to another process: a {type(part).__module__}.{type(part).__qualname__} does not pickle "
-            f"({type(error).__name__}: {error}). {advice}",
-            path=path,
-        ) from error
+        kind = f"a {type(part).__module__}.{type(part).__qualname__}"
+        reason = f"{kind} does not pickle ({type(error).__name__}: {error}). {advice}"
+        if isinstance(error, SerializationError):  # of a reducer, which says what to do
+            reason = str(error)
+        raise SerializationError(f"{path} cannot be sent to another process: {reason}", path=path) from error
 
 
 def _find_unpicklable(obj: Any, path: str, reducers: Reducers | None, above: tuple[Any, ...] = ()) -> tuple[str, Any]:

@@ -291,9 +291,13 @@ def test_run_resumes_from_a_checkpoint(trainer: raysgd.Trainer, kind: str) -> No
 def test_missing_checkpoint_raises(trainer: raysgd.Trainer, tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint at"):
         trainer.run(save_and_report, {"steps": 1}, resume_from=tmp_path, callbacks=quiet())
+
+
+def test_folder_of_a_run_means_its_newest_checkpoint(trainer: raysgd.Trainer) -> None:
     trainer.run(save_and_report, {"steps": 1}, callbacks=quiet())
-    with pytest.raises(CheckpointNotFoundError, match=r"did you mean .*checkpoint_000001\?"):
-        trainer.run(save_and_report, {"steps": 1}, resume_from=trainer.run_dir, callbacks=quiet())
+    stream = trainer.run_generator(save_and_report, {"steps": 2}, resume_from=trainer.run_dir, callbacks=quiet())
+    assert [result["step"] for result in stream] == [1]
+    assert stream.get_returns() == {"step": 0, "from": 0}
 
 
 def test_damaged_checkpoint_raises(trainer: raysgd.Trainer) -> None:

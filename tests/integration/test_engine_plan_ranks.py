@@ -155,7 +155,7 @@ def test_automatic_plan_that_fits_nowhere_is_an_error_on_all_ranks(
     (text,) = errors
     assert "fits nowhere" in text and "on 4 x 0.0025 GB, of which 0.0024 GB may be used" in text
     assert re.search(r"The smallest need is 0\.\d+ GB per device, with data x4, ZeRO-3", text)
-    assert re.search(r"What would help: .*\d+ workers \(0\.\d+ GB each\)", text)
+    assert re.search(r"What would help: .*\d+ workers \(0\.\d+ GB\)", text)
 
 
 def test_automatic_plan_does_not_divide_the_state_of_an_unknown_optimizer(ranks: RankGroup) -> None:

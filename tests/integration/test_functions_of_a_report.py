@@ -26,8 +26,11 @@ def profile(frame, event, arg):
 def write():
     while not os.path.exists(os.path.join(FOLDER, "over")):
         time.sleep(0.1)
-    with open(os.path.join(FOLDER, f"calls_{os.getpid()}"), "w") as file:
-        file.writelines(f"{at}|{path}|{line}|{name}\\n" for at, path, line, name in list(CALLS))
+    if CALLS:  # no process of Ray's own
+        part = os.path.join(FOLDER, f"part_{os.getpid()}")
+        with open(part, "w") as file:
+            file.writelines(f"{at}|{path}|{line}|{name}\\n" for at, path, line, name in list(CALLS))
+        os.replace(part, os.path.join(FOLDER, f"calls_{os.getpid()}"))
 
 if FOLDER:
     threading.setprofile(profile)
@@ -57,8 +60,11 @@ ray.init(address="local", num_cpus=2, include_dashboard=False)
 with raysgd.Trainer(1, backend="none", run_config=raysgd.RunConfig(storage_path=sys.argv[1])) as trainer:
     for result in trainer.run_generator(train_func):
         print("TIMES", result["reported_at"], time.monotonic())
-    open(os.path.join(os.environ["FUNCTIONS_FOLDER"], "over"), "w").close()
-    time.sleep(2)
+    folder = os.environ["FUNCTIONS_FOLDER"]
+    open(os.path.join(folder, "over"), "w").close()
+    begun = time.monotonic()
+    while time.monotonic() < begun + 60 and len([name for name in os.listdir(folder) if name.startswith("calls_")]) < 3:
+        time.sleep(0.1)  # the driver's, the TrainerActor's and the worker's
 """.replace("NUM_REPORTS", str(NUM_REPORTS))
 
 
