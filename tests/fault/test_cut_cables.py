@@ -56,10 +56,10 @@ def test_two_cuts_one_shorter_and_one_longer_than_the_heartbeat_timeout(machines
     driver.wait_for(trains(6), START_S)
     cut(machines, 2, 4)
     before = driver.results()[-1]["step"]
-    driver.wait_for(lambda result: result["step"] > before + 5, 30)
+    driver.wait_for(lambda result: result["step"] > before + 5, START_S)
     assert {result["attempt"] for result in driver.results()} == {1}
     cut(machines, 2, 13)
-    driver.wait_for(lambda result: result["attempt"] > 1, 30)
+    driver.wait_for(lambda result: result["attempt"] > 1, START_S)
     driver.wait_for(trains(6, attempt=3), START_S)
     driver.stop()
     driver.wait_over(failures=1)
@@ -94,7 +94,7 @@ def test_run_continues_after_the_controllers_node_was_cut_off(machines: Machines
     driver, seconds = continue_after_a_cut_of_the_controller(machines, drives)
     print(f"first step {seconds:.1f} s after the cable")
     step = driver.results()[-1]["step"]
-    driver.wait_for(lambda result: result["step"] > step + 10, 30)
+    driver.wait_for(lambda result: result["step"] > step + 10, START_S)
     driver.stop()
     run = driver.wait_over()
     assert any("(GCS)" in event["message"] for event in events_of(run, "warning"))

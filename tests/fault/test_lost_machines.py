@@ -20,12 +20,12 @@ def test_run_continues_through_a_lost_machine_and_a_cut(machines: Machines, driv
     machines.kill(2)
     driver.wait_for(trains(4), GIVEN_UP_S)
     machines.make_whole()
-    driver.wait_for(trains(6, attempt=3), 60)
+    driver.wait_for(trains(6, attempt=3), START_S)
     machines.plug(1, is_in=False)
     time.sleep(8)
     machines.plug(1, is_in=True)
     before = len(driver.results())
-    assert until(lambda: len(driver.results()) > before + 10, 30, 0.2)
+    assert until(lambda: len(driver.results()) > before + 10, START_S, 0.2)
     driver.stop()
     driver.wait_over()  # on a busy machine, a cut of 8 s may be a failure
 
@@ -59,7 +59,7 @@ def check_left_without_a_failure(driver: Drive) -> None:
     """Check that a run of six left machine 2 out of a save: four continue, and no step was made again."""
     first_of_four = driver.wait_for(trains(4), 40)
     assert all(not pid.startswith("machine-2:") for pid in first_of_four["pids"])
-    driver.wait_for(lambda result: result["step"] > first_of_four["step"] + 10, 30)
+    driver.wait_for(lambda result: result["step"] > first_of_four["step"] + 10, START_S)
     driver.stop()
     run = driver.wait_over(failures=0)
     (preemption, *_) = events_of(run, "preemption")

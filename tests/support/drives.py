@@ -215,7 +215,7 @@ def continue_after_a_cut_of_the_controller(machines: Machines, drives: Drives) -
     driver = drives.start(1, workers=[2, 4], **settings)
     driver.wait_for(trains(4), START_S)
     plugged_in_at = cut(machines, 1, 15)
-    return driver, driver.wait_for(lambda result: result["at"] > plugged_in_at, 30)["at"] - plugged_in_at
+    return driver, driver.wait_for(lambda result: result["at"] > plugged_in_at, START_S)["at"] - plugged_in_at
 
 
 def events_of(run: Any, kind: str) -> list[dict[str, Any]]:
