@@ -117,7 +117,8 @@ def main(storage: str, settings: dict[str, Any]) -> None:
             shown["rows"] = sorted(row for worker in result.workers for row in worker["rows"])
             shown["all_weights"] = sorted({worker["weights"] for worker in result.workers})
             shown["pids"] = [f"{worker['node']}:{worker['pid']}" for worker in result.workers]
-            print(json.dumps({**shown, "at": result["timestamp"]}), flush=True)
+            line = json.dumps({**shown, "at": result["timestamp"]})
+            print(f"{line}\n", end="", flush=True)  # at once: Ray's threads print to stdout too
             if settings.get("leave_at") == result["step"]:
                 os._exit(0)
     print("over", flush=True)
