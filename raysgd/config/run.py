@@ -23,6 +23,8 @@ OnWriteError = Literal["raise", "warn"]
 #: Values of ``run(returns=...)`` and ``run(reduce={metric: ...})``, and the names of the shipped backends.
 Returns = Literal["first", "all"]
 Reduction = Literal["mean", "sum", "min", "max", "last", "first"]
+#: Which checkpoints count for ``num_to_keep``.
+Scope = Literal["run", "folder"]
 BackendName = Literal["torch", "pytorch", "horovod", "tensorflow", "jax", "env", "none"]
 
 
@@ -142,6 +144,8 @@ class CheckpointConfig:
 
     Attributes:
         num_to_keep: Checkpoints to keep on storage: the best by score, and always the newest. None: all.
+        scope: Whose checkpoints count for ``num_to_keep`` and ``keep_best``: those of each ``"run"`` by itself, or those of all
+            runs in the ``"folder"`` of the Trainer's runs, which are then one training that was resumed.
         score_attribute: Metric to score checkpoints by. None: a newer checkpoint is better.
         score_order: Whether the highest score is best, ``"max"``, or the lowest, ``"min"``.
         keep_best: Metrics by which the best checkpoint is kept in addition to the ``num_to_keep``, each with ``"max"`` or
@@ -160,6 +164,7 @@ class CheckpointConfig:
     """
 
     num_to_keep: int | None = None
+    scope: Scope = "run"
     score_attribute: str | None = None
     score_order: ScoreOrder = "max"
     keep_best: Mapping[str, ScoreOrder] = field(default_factory=dict)
@@ -172,6 +177,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if self.num_to_keep is not None:
             check_count("CheckpointConfig(num_to_keep)", self.num_to_keep, minimum=1)
+        check_choice("CheckpointConfig(scope)", self.scope, get_args(Scope))
         if self.score_attribute is not None and not isinstance(self.score_attribute, str):
             raise ConfigError(
                 f"CheckpointConfig(score_attribute={self.score_attribute!r}) is not a metric's name; give a string."

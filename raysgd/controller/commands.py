@@ -303,6 +303,13 @@ class DeleteCheckpoint(Command):
 
 
 @dataclass(frozen=True)
+class DeleteEarlier(Command):
+    """Delete checkpoints of earlier runs from storage, once nothing needs them; see `RunPlan.earlier`."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class KeepInMemory(Command):
     """Keep this checkpoint in the cluster's memory, on a second node as well, and release all older ones."""
 

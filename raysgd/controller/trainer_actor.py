@@ -353,6 +353,7 @@ class TrainerActor(Watched):
         settings = self._settings
         # Imported here and not above: by now, the processes of the workers are being started.
         from raysgd.checkpoint.storage.storage import Storage
+        from raysgd.controller.run.earlier import find_earlier
         from raysgd.controller.run.executor import Run
         from raysgd.controller.run.exported import RunMetrics
         from raysgd.controller.run.run_files import new_run_folder
@@ -372,6 +373,8 @@ class TrainerActor(Watched):
             backend=settings.spec.backend.name,
             resources=[settings.spec.scaling.bundle()] * self._group.size,
         )
+        checkpoint_config = request.checkpoint_config or settings.spec.checkpoint_config
+        earlier = await asyncio.to_thread(find_earlier, storage, checkpoint_config)
         last_attempt = None if record is None else await call_cluster(get_attempt, settings.name, request.run_id)
         run = Run(
             request,
@@ -379,13 +382,14 @@ class TrainerActor(Watched):
             self._group,
             storage,
             failure=settings.spec.failure_config,
-            checkpoint=request.checkpoint_config or settings.spec.checkpoint_config,
+            checkpoint=checkpoint_config,
             grows_without_save=settings.spec.backend.grows_without_save,
             workers_per_replica=settings.spec.scaling.workers_per_replica,
             share=ray.put,
             is_resumed=record is not None,
             last_attempt=last_attempt,
             begins=partial(call_cluster, put_attempt, settings.name),
+            earlier=earlier,
             observe=RunMetrics(info.label).observe,
         )
         return run, info

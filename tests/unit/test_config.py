@@ -42,6 +42,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
     }
     assert dataclasses.asdict(CheckpointConfig()) == {
         "num_to_keep": None,
+        "scope": "run",
         "score_attribute": None,
         "keep_best": {},
         "links": False,
