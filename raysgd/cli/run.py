@@ -180,6 +180,12 @@ FLAGS = [
         help="how often the script may run again after workers died; -1: no limit (default: 3)",
     ),
     Flag(
+        "--grace",
+        parse=click.FLOAT,
+        metavar="SECONDS",
+        help="time to save and end after Ctrl-C or SIGTERM (default: 30)",
+    ),
+    Flag(
         "--max-restarts",
         parse=click.INT,
         metavar="N",
@@ -315,7 +321,11 @@ def trainer_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: A value cannot work.
     """
     limit = given.get("--max-failures", given.get("--max-restarts", FailureConfig.max_failures))
-    failure = FailureConfig(max_failures=limit, retry_on=(Exception,) if "--max-restarts" in given else ())
+    failure = FailureConfig(
+        max_failures=limit,
+        retry_on=(Exception,) if "--max-restarts" in given else (),
+        stop_grace_s=given.get("--grace", FailureConfig.stop_grace_s),
+    )
     environment = dict(given.get("--env", ()))
     return {
         "num_workers": given.get("--num-workers", 1),

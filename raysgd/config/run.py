@@ -94,6 +94,8 @@ class FailureConfig:
             None: they wait until the backend's own timeout.
         preemption_grace_s: Seconds for the ranks to leave train_func after a worker got SIGTERM: by ``should_stop()`` or at
             their next checkpoint. Then the attempt is ended. For a draining node its own deadline counts, if it has one.
+        stop_grace_s: Seconds for the ranks to save and leave train_func after Ctrl-C or SIGTERM in the driver: by
+            ``should_stop()`` or at their next checkpoint. Then the run is cancelled.
         start_timeout_s: Seconds for workers to be placed and started, and to wait for a node that does not answer, if nothing
             can replace its workers.
         wait_for_nodes_s: Seconds to wait for nodes that are still joining the cluster, until it can hold the workers. 0: workers
@@ -112,6 +114,7 @@ class FailureConfig:
     progress_timeout_s: float | Literal["auto"] | None = None
     mismatch_timeout_s: float | None = 60
     preemption_grace_s: float = 25
+    stop_grace_s: float = 30
     start_timeout_s: float = 120
     wait_for_nodes_s: float = 0
     retry_on: type[Exception] | tuple[type[Exception], ...] = ()
@@ -124,6 +127,7 @@ class FailureConfig:
         check_amount("FailureConfig(heartbeat_timeout_s)", self.heartbeat_timeout_s, positive=True)
         check_amount("FailureConfig(callback_timeout_s)", self.callback_timeout_s, positive=True)
         check_amount("FailureConfig(preemption_grace_s)", self.preemption_grace_s)
+        check_amount("FailureConfig(stop_grace_s)", self.stop_grace_s)
         check_amount("FailureConfig(start_timeout_s)", self.start_timeout_s, positive=True)
         check_amount("FailureConfig(wait_for_nodes_s)", self.wait_for_nodes_s)
         object.__setattr__(self, "retry_on", check_exceptions("FailureConfig(retry_on)", self.retry_on))

@@ -38,7 +38,6 @@ from raysgd.controller.requests import RunNotGiven, RunRequest, is_data_kept
 from raysgd.controller.watchdog import ControllerGuard, PlacementGuard, ask, prepare_process
 from raysgd.errors import TrainerBusyError, UsageError, WorkerError
 from raysgd.result import RunInfo
-from raysgd.session.events import Failed
 from raysgd.transport import Endpoint, Listener
 from raysgd.workers import events_connection as uplink
 from raysgd.workers.group.group import WorkerGroup
@@ -51,6 +50,7 @@ from raysgd.workers.placement.slots import remove_placement_groups
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.checkpoint import Checkpoint
+    from raysgd.controller.commands import StopRequested
     from raysgd.controller.frames import Frame
     from raysgd.controller.processes.hosting import CallbackHosting
     from raysgd.controller.run.executor import Run
@@ -235,9 +235,9 @@ class TrainerActor(Watched):
     async def _read(self, run_id: str, seq: int) -> AsyncIterator[list[Frame]]:
         return (await self._announced(run_id)).log.read(seq)
 
-    async def stop(self, run_id: str, why: str, cancel: bool, failed: Failed | None = None) -> None:
-        """End a run early; ``cancel``: at once. ``failed``: the error of the callback that ends the run."""
-        await (await self._announced(run_id)).stop(why, cancel=cancel, failed=failed)
+    async def stop(self, run_id: str, request: StopRequested) -> None:
+        """End a run early."""
+        await (await self._announced(run_id)).stop(request)
 
     async def warn(self, run_id: str, message: str, source: str | None = None) -> None:
         """Add a warning to a run's events, also after its end; see `Run.add_warning`."""

@@ -191,15 +191,9 @@ class Run:
         await self.log.close(self._attempt, self._files.flush)
         self._files.close()
 
-    async def stop(self, why: str, *, cancel: bool, failed: e.Failed | None = None) -> None:
-        """End the run early; returns when that is recorded.
-
-        Args:
-            why: The reason, for the user.
-            cancel: End all ranks at once.
-            failed: The error of the callback that ends the run.
-        """
-        self._feed(c.StopRequested(why, cancel, failed))
+    async def stop(self, request: c.StopRequested) -> None:
+        """End the run early; returns when that is recorded."""
+        self._feed(request)
         if not self.is_closed:
             await self._files.flush()
 
