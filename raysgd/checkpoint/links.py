@@ -23,7 +23,7 @@ from raysgd.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 LAST, BEST = "last", "best"
 _RUN = re.compile(r"run_\d+", re.ASCII)
-_TARGET = re.compile(r"(run_\d+)/checkpoints/checkpoint_(\d+)", re.ASCII)
+_TARGET = re.compile(r"run_\d+/checkpoints/checkpoint_\d{6,18}", re.ASCII)
 _MAX_BYTES = 1000
 
 
@@ -79,8 +79,7 @@ class CheckpointLinks:
             os.unlink(self._runs.path_of(link))
 
     def _link(self, link: str, store: CheckpointStore, manifest: Manifest) -> None:
-        run = store.storage.parent().name
-        target = f"{run}/{store.storage.name}/{directory_name(manifest.number)}"
+        target = place_of(store, manifest.number)
         if not self._runs.is_local:
             self._runs.write_bytes(link, target.encode())
             return
@@ -92,6 +91,11 @@ class CheckpointLinks:
             os.unlink(temporary)
         os.symlink(target, temporary)
         os.replace(temporary, path)
+
+
+def place_of(store: CheckpointStore, number: int) -> str:
+    """Return the path of a checkpoint in the Trainer's folder."""
+    return f"{store.storage.parent().name}/{store.storage.name}/{directory_name(number)}"
 
 
 def list_runs(runs: Storage) -> list[Storage]:
@@ -148,11 +152,17 @@ def follow(link: Storage) -> Storage | None:
     """Return the checkpoint's folder that a file ``last`` or ``best`` leads to; None if it is not such a file."""
     if link.name not in (LAST, BEST) or link.is_local:
         return None
-    runs = link.parent()
+    target = read_link(link.parent(), link.name)
+    return None if target is None else link.parent().child(*target.split("/"))
+
+
+def read_link(runs: Storage, link: str) -> str | None:
+    """Return where ``last`` or ``best`` leads: ``run_001/checkpoints/checkpoint_000003``; None if there is no such name."""
     try:
-        found = _TARGET.fullmatch(runs.read_bytes(link.name, _MAX_BYTES).decode(errors="replace"))
-    except (CheckpointNotFoundError, CheckpointCorruptError):  # there is none, or a file that is too large for one
+        if runs.is_local:
+            target = os.readlink(runs.path_of(link))
+        else:
+            target = runs.read_bytes(link, _MAX_BYTES).decode(errors="replace")
+    except (OSError, CheckpointNotFoundError, CheckpointCorruptError):  # there is none, or something else of that name
         return None
-    if found is None:
-        return None
-    return runs.child(found[1]).child("checkpoints").child(directory_name(int(found[2])))
+    return target if _TARGET.fullmatch(target) else None

@@ -21,6 +21,7 @@ import click
 
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.progress.callback import Mode, ProgressCallback
+from raysgd.checkpoint.links import LAST
 from raysgd.cli.console import FAILED, SIGNALLED, SUCCEEDED, print_error, print_json
 from raysgd.cli.engine_flags import PREFIX, engine_flags, make_engine_config
 from raysgd.cli.flags import Flag, FlagsCommand
@@ -152,7 +153,12 @@ FLAGS = [
         help="start from a checkpoint, or from the newest one of a run; last: from the newest one of the earlier runs of "
         "--name, if there is one",
     ),
-    Flag("--num-to-keep", parse=click.INT, metavar="N", help="checkpoints to keep (default: all)"),
+    Flag(
+        "--num-to-keep",
+        parse=click.INT,
+        metavar="N",
+        help="checkpoints to keep, with --resume-from last of all runs of --name (default: all)",
+    ),
     Flag(
         "--reduce",
         parse=_parse_reduction,
@@ -172,6 +178,12 @@ FLAGS = [
         parse=click.INT,
         metavar="N",
         help="how often the script may run again after workers died; -1: no limit (default: 3)",
+    ),
+    Flag(
+        "--grace",
+        parse=click.FLOAT,
+        metavar="SECONDS",
+        help="time to save and end after Ctrl-C or SIGTERM (default: 30)",
     ),
     Flag(
         "--max-restarts",
@@ -219,7 +231,7 @@ def make_order(given: Mapping[str, Any], path: str, arguments: Sequence[str]) ->
     """
     if all(flag in given for flag in _LIMITS):
         raise ConfigError("--max-failures and --max-restarts set the same limit; give one of them.")
-    if given.get("--resume-from") == "last" and "--name" not in given:
+    if given.get("--resume-from") == LAST and "--name" not in given:
         raise ConfigError("--resume-from last needs --name, by which the earlier runs are found.")
     module = None
     if path in _MODULE_FLAGS:
@@ -309,7 +321,11 @@ def trainer_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: A value cannot work.
     """
     limit = given.get("--max-failures", given.get("--max-restarts", FailureConfig.max_failures))
-    failure = FailureConfig(max_failures=limit, retry_on=(Exception,) if "--max-restarts" in given else ())
+    failure = FailureConfig(
+        max_failures=limit,
+        retry_on=(Exception,) if "--max-restarts" in given else (),
+        stop_grace_s=given.get("--grace", FailureConfig.stop_grace_s),
+    )
     environment = dict(given.get("--env", ()))
     return {
         "num_workers": given.get("--num-workers", 1),
@@ -326,7 +342,10 @@ def trainer_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             ray_address=given.get("--address"),
         ),
         "failure_config": failure,
-        "checkpoint_config": CheckpointConfig(num_to_keep=given.get("--num-to-keep")),
+        "checkpoint_config": CheckpointConfig(
+            num_to_keep=given.get("--num-to-keep"),
+            scope="folder" if given.get("--resume-from") == LAST else "run",
+        ),
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from raysgd.cli.console import SUCCEEDED, F, json_flag, print_json
+from raysgd.cli.console import SUCCEEDED, F, json_flag, number, print_json
 from raysgd.cli.flags import FieldsCommand
 from raysgd.cli.run import run_to_end, show_all_output
 from raysgd.config.argument_names import nearest
@@ -64,6 +64,12 @@ class TrainCommand(FieldsCommand):
     type=click.Choice(["val", "test"]),
     help="Compute the loss of this data with the weights of --checkpoint.resume_from, and do not train.",
 )
+@click.option(
+    "--grace",
+    type=number(0),
+    metavar="SECONDS",
+    help="Time to save and end after Ctrl-C or SIGTERM, as trainer.failure_config.stop_grace_s (default: 30).",
+)
 @json_flag
 @click.pass_context
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--NAME VALUE ...]")
@@ -75,6 +81,7 @@ def command(
     print_config: bool,
     schema: bool,
     stage: Any,
+    grace: float | None,
     as_json: bool,
     words: Sequence[str],
 ) -> int:
@@ -97,7 +104,8 @@ def command(
     from raysgd.declarative.checking import load_args
 
     check_flags(words, command)
-    args = load_args(path, words)
+    more = [] if grace is None else [f"--trainer.failure_config.stop_grace_s={grace}"]
+    args = load_args(path, [*words, *more])
     if print_config:
         _print_values(as_values(args), as_json)
         return SUCCEEDED

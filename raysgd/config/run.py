@@ -23,6 +23,8 @@ OnWriteError = Literal["raise", "warn"]
 #: Values of ``run(returns=...)`` and ``run(reduce={metric: ...})``, and the names of the shipped backends.
 Returns = Literal["first", "all"]
 Reduction = Literal["mean", "sum", "min", "max", "last", "first"]
+#: Which checkpoints count for ``num_to_keep``.
+Scope = Literal["run", "folder"]
 BackendName = Literal["torch", "pytorch", "horovod", "tensorflow", "jax", "env", "none"]
 
 
@@ -92,6 +94,8 @@ class FailureConfig:
             None: they wait until the backend's own timeout.
         preemption_grace_s: Seconds for the ranks to leave train_func after a worker got SIGTERM: by ``should_stop()`` or at
             their next checkpoint. Then the attempt is ended. For a draining node its own deadline counts, if it has one.
+        stop_grace_s: Seconds for the ranks to save and leave train_func after Ctrl-C or SIGTERM in the driver: by
+            ``should_stop()`` or at their next checkpoint. Then the run is cancelled.
         start_timeout_s: Seconds for workers to be placed and started, and to wait for a node that does not answer, if nothing
             can replace its workers.
         wait_for_nodes_s: Seconds to wait for nodes that are still joining the cluster, until it can hold the workers. 0: workers
@@ -110,6 +114,7 @@ class FailureConfig:
     progress_timeout_s: float | Literal["auto"] | None = None
     mismatch_timeout_s: float | None = 60
     preemption_grace_s: float = 25
+    stop_grace_s: float = 30
     start_timeout_s: float = 120
     wait_for_nodes_s: float = 0
     retry_on: type[Exception] | tuple[type[Exception], ...] = ()
@@ -122,6 +127,7 @@ class FailureConfig:
         check_amount("FailureConfig(heartbeat_timeout_s)", self.heartbeat_timeout_s, positive=True)
         check_amount("FailureConfig(callback_timeout_s)", self.callback_timeout_s, positive=True)
         check_amount("FailureConfig(preemption_grace_s)", self.preemption_grace_s)
+        check_amount("FailureConfig(stop_grace_s)", self.stop_grace_s)
         check_amount("FailureConfig(start_timeout_s)", self.start_timeout_s, positive=True)
         check_amount("FailureConfig(wait_for_nodes_s)", self.wait_for_nodes_s)
         object.__setattr__(self, "retry_on", check_exceptions("FailureConfig(retry_on)", self.retry_on))
@@ -142,6 +148,8 @@ class CheckpointConfig:
 
     Attributes:
         num_to_keep: Checkpoints to keep on storage: the best by score, and always the newest. None: all.
+        scope: Whose checkpoints count for ``num_to_keep`` and ``keep_best``: those of each ``"run"`` by itself, or those of all
+            runs in the ``"folder"`` of the Trainer's runs, which are then one training that was resumed.
         score_attribute: Metric to score checkpoints by. None: a newer checkpoint is better.
         score_order: Whether the highest score is best, ``"max"``, or the lowest, ``"min"``.
         keep_best: Metrics by which the best checkpoint is kept in addition to the ``num_to_keep``, each with ``"max"`` or
@@ -160,6 +168,7 @@ class CheckpointConfig:
     """
 
     num_to_keep: int | None = None
+    scope: Scope = "run"
     score_attribute: str | None = None
     score_order: ScoreOrder = "max"
     keep_best: Mapping[str, ScoreOrder] = field(default_factory=dict)
@@ -172,6 +181,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if self.num_to_keep is not None:
             check_count("CheckpointConfig(num_to_keep)", self.num_to_keep, minimum=1)
+        check_choice("CheckpointConfig(scope)", self.scope, get_args(Scope))
         if self.score_attribute is not None and not isinstance(self.score_attribute, str):
             raise ConfigError(
                 f"CheckpointConfig(score_attribute={self.score_attribute!r}) is not a metric's name; give a string."

@@ -162,16 +162,19 @@ class MemoryCopyNotStored(Input):
 
 @dataclass(frozen=True)
 class StopRequested(Input):
-    """End the run early.
+    """End the run early. Ranks that check ``should_stop()`` find it true, and leave in their own way.
 
     Attributes:
-        cancel: End all ranks at once, instead of at their next ``should_stop()`` or report.
+        cancel: End all ranks at once; ``should_stop()`` is not waited for.
         failed: The error of the callback that requested the stop, if an error was the reason.
+        grace_s: Seconds to save and leave: other ranks leave at their next save, and the run is cancelled after that. None:
+            other ranks leave at a report.
     """
 
     why: str
     cancel: bool
     failed: Failed | None = None
+    grace_s: float | None = None
 
     @property
     def outcome(self) -> Outcome:
@@ -300,6 +303,13 @@ class DeleteCheckpoint(Command):
     """Delete a checkpoint from storage."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class DeleteEarlier(Command):
+    """Delete checkpoints of earlier runs from storage, once nothing needs them; see `RunPlan.earlier`."""
+
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from raysgd.controller.states import Outcome
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.format.manifest import Manifest
+    from raysgd.checkpoint.retention import Record
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class RunPlan:
         previous: What an earlier controller process left; None: the run begins.
         grows_without_save: See `raysgd.backends.base.BackendConfig`.
         workers_per_replica: See `raysgd.config.ScalingConfig`.
+        earlier: Checkpoints of earlier runs that count for retention, by numbers below 1.
     """
 
     failure: FailureConfig
@@ -179,3 +181,4 @@ class RunPlan:
     previous: PreviousState | None = None
     grows_without_save: bool = False
     workers_per_replica: int = 1
+    earlier: Sequence[Record] = ()

@@ -38,7 +38,6 @@ from raysgd.controller.requests import RunNotGiven, RunRequest, is_data_kept
 from raysgd.controller.watchdog import ControllerGuard, PlacementGuard, ask, prepare_process
 from raysgd.errors import TrainerBusyError, UsageError, WorkerError
 from raysgd.result import RunInfo
-from raysgd.session.events import Failed
 from raysgd.transport import Endpoint, Listener
 from raysgd.workers import events_connection as uplink
 from raysgd.workers.group.group import WorkerGroup
@@ -51,6 +50,7 @@ from raysgd.workers.placement.slots import remove_placement_groups
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.checkpoint import Checkpoint
+    from raysgd.controller.commands import StopRequested
     from raysgd.controller.frames import Frame
     from raysgd.controller.processes.hosting import CallbackHosting
     from raysgd.controller.run.executor import Run
@@ -235,9 +235,9 @@ class TrainerActor(Watched):
     async def _read(self, run_id: str, seq: int) -> AsyncIterator[list[Frame]]:
         return (await self._announced(run_id)).log.read(seq)
 
-    async def stop(self, run_id: str, why: str, cancel: bool, failed: Failed | None = None) -> None:
-        """End a run early; ``cancel``: at once. ``failed``: the error of the callback that ends the run."""
-        await (await self._announced(run_id)).stop(why, cancel=cancel, failed=failed)
+    async def stop(self, run_id: str, request: StopRequested) -> None:
+        """End a run early."""
+        await (await self._announced(run_id)).stop(request)
 
     async def warn(self, run_id: str, message: str, source: str | None = None) -> None:
         """Add a warning to a run's events, also after its end; see `Run.add_warning`."""
@@ -353,6 +353,7 @@ class TrainerActor(Watched):
         settings = self._settings
         # Imported here and not above: by now, the processes of the workers are being started.
         from raysgd.checkpoint.storage.storage import Storage
+        from raysgd.controller.run.earlier import find_earlier
         from raysgd.controller.run.executor import Run
         from raysgd.controller.run.exported import RunMetrics
         from raysgd.controller.run.run_files import new_run_folder
@@ -372,6 +373,8 @@ class TrainerActor(Watched):
             backend=settings.spec.backend.name,
             resources=[settings.spec.scaling.bundle()] * self._group.size,
         )
+        checkpoint_config = request.checkpoint_config or settings.spec.checkpoint_config
+        earlier = await asyncio.to_thread(find_earlier, storage, checkpoint_config)
         last_attempt = None if record is None else await call_cluster(get_attempt, settings.name, request.run_id)
         run = Run(
             request,
@@ -379,13 +382,14 @@ class TrainerActor(Watched):
             self._group,
             storage,
             failure=settings.spec.failure_config,
-            checkpoint=request.checkpoint_config or settings.spec.checkpoint_config,
+            checkpoint=checkpoint_config,
             grows_without_save=settings.spec.backend.grows_without_save,
             workers_per_replica=settings.spec.scaling.workers_per_replica,
             share=ray.put,
             is_resumed=record is not None,
             last_attempt=last_attempt,
             begins=partial(call_cluster, put_attempt, settings.name),
+            earlier=earlier,
             observe=RunMetrics(info.label).observe,
         )
         return run, info

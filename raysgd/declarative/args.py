@@ -259,7 +259,7 @@ class CheckpointConfig(Section):
             all the same.
         every_n_train_steps: Optimizer steps between two checkpoints.
         every_n_epochs: Epochs between two checkpoints. If neither is given: 1.
-        keep_last_n_checkpoints: The newest ones to keep; None: all.
+        keep_last_n_checkpoints: The newest ones of all runs in ``save_dir`` to keep; None: all.
         resume_from: ``last``, ``best``, or the path of a checkpoint or of a run. Without a last or best one, training starts from
             the beginning.
     """

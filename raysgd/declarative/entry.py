@@ -87,7 +87,7 @@ def train(
         with ``search`` the best value of all steps and trials, with its step, config and checkpoint.
 
     Raises:
-        ConfigError: A value cannot work.
+        ConfigError: A value cannot work, or a training begins in a folder that has checkpoints of another one.
         CheckpointNotFoundError: ``checkpoint.resume_from`` is a path, and there is no checkpoint.
     """
     job = _Job.of(args, allow_import)
@@ -105,13 +105,8 @@ def train(
         if at is not None and (metrics := finished(job.args, at)) is not None:
             get_logger().info("the training is finished already, in %s; nothing was changed.", at.path)
             return metrics
-        saves_in = None if job.args.checkpoint.no_save else Storage.from_uri(job.args.checkpoint.save_dir)
-        if at is None and saves_in is not None and list_manifests(saves_in):
-            get_logger().warning(
-                "checkpoint.save_dir %s has checkpoints of earlier runs: best will lead to the best of all. Give another folder, "
-                "or --checkpoint.resume_from last to continue.",
-                job.args.checkpoint.save_dir,
-            )
+        if at is None:
+            check_unused(job.args)
         with job.make_trainer(strategies) as trainer:
             found: dict[str, Any] = trainer.run(
                 job.training({}, strategies),
@@ -228,6 +223,7 @@ class _Job:
         )
         own = {
             "num_to_keep": saved.keep_last_n_checkpoints,
+            "scope": "folder",
             "keep_best": {"loss": "min"} if saved.save_best else {},
             "links": keeps_links and saved.symlink_best_and_last,
         }
@@ -294,6 +290,21 @@ def find_start(args: TrainerArgs) -> FoundCheckpoint:
     """
     saved = args.checkpoint
     return find_checkpoint(saved.resume_from, saved.save_dir, RetentionPolicy(None, "loss", "min"))
+
+
+def check_unused(args: TrainerArgs) -> None:
+    """Check that a training which begins does not save in the folder of another one, whose best checkpoint is not its own.
+
+    Raises:
+        FieldError: The folder has checkpoints.
+    """
+    saved = args.checkpoint
+    if not saved.no_save and list_manifests(Storage.from_uri(saved.save_dir)):
+        raise FieldError(
+            ("checkpoint", "save_dir"),
+            f"checkpoint.save_dir: {saved.save_dir} has checkpoints of an earlier training; give checkpoint.resume_from: last to "
+            "resume it, or another folder.",
+        )
 
 
 def finished(args: TrainerArgs, start: Checkpoint) -> dict[str, Any] | None:

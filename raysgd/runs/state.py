@@ -13,7 +13,7 @@ from raysgd._util.metric_names import flatten
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
-from raysgd.controller.journal.journal import last_reports, read_description, reading, stored_frames
+from raysgd.controller.journal.journal import SILENT_S, last_reports, read_description, reading, stored_frames
 from raysgd.controller.rounds import RoundMerger, check_reduce, reduce_metrics, replicas_of
 from raysgd.errors import CheckpointNotFoundError
 from raysgd.result import AUTOMATIC_KEYS, DATA_WAIT_FRACTION, Event
@@ -21,8 +21,6 @@ from raysgd.runs.finding import run_name
 from raysgd.runs.reading import outcome_of
 from raysgd.runs.tail import JournalTail
 
-#: Seconds without a new frame after which a run without an end is no longer called live. Workers send samples every 2 s.
-SILENT_S = 60.0
 _LEFT_OUT = AUTOMATIC_KEYS | {DATA_WAIT_FRACTION}
 
 

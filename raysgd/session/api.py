@@ -200,11 +200,12 @@ def in_worker() -> bool:
 
 
 def should_stop() -> bool:
-    """Return True once the run was asked to end: it was cancelled, a callback raised `Stop`, or a worker is preempted.
+    """Return True once the run was asked to stop: by Ctrl-C or SIGTERM in its driver, by a preemption, or by a callback's `Stop`.
 
     All ranks get the same answer from their n-th call, so it may decide about a loop with collectives. A loop that checks it
-    can save and return in its own way. A loop that does not is ended at the second ``report`` after the request, or, for a
-    preemption, at its next ``save_checkpoint``.
+    can save and return in its own way. A loop that does not leaves at its next ``save_checkpoint``; after a `Stop`, or if the
+    run has no checkpoint so far, at the second ``report``. A run that is cancelled, also because its grace is over, ends
+    without asking.
     """
     return context.current().should_stop()
 

@@ -86,6 +86,7 @@ class StopGate:
         self._is_open = False
         self._from_check: int | None = None
         self._last_report: int | None = None
+        self._is_leaving = False
         self.is_closed_for_reports = False
         self.was_found = False
 
@@ -121,14 +122,18 @@ class StopGate:
             number, self._num_checks = self._num_checks, self._num_checks + 1
             self._changed.wait_for(lambda: not self._is_held)
             is_found = self._from_check is not None and number >= self._from_check
+            self._is_leaving = is_found and not self.was_found  # a loop that asks again has not left
             self.was_found = self.was_found or is_found
             return is_found
 
     def takes_report(self, number: int) -> bool:
-        """Return whether report ``number`` (from 0) is accepted; waits while the gate is held."""
+        """Return whether report ``number`` (from 0) is accepted; waits while the gate is held.
+
+        A rank that has found the stop may report before it saves and returns.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_held)
-            return self._last_report is None or number <= self._last_report
+            return self._is_leaving or self._last_report is None or number <= self._last_report
 
     def _release_waiting(self) -> None:
         self._is_held = False

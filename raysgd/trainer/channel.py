@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysgd._util.logs import get_logger
 from raysgd.controller import frames
+from raysgd.controller.commands import StopRequested
 from raysgd.controller.frames import Frame
 from raysgd.controller.holders import describe_holder
 from raysgd.controller.journal.frame_streams import follow_frames
@@ -69,7 +70,7 @@ class Channel:
         self.is_gone = False
         self._actor = actor
         self._request: RunRequest | None = None  # the live run, for an actor that was started again
-        self._stops: dict[str, tuple[str, bool]] = {}  # of the latest run
+        self._stops: dict[str, StopRequested] = {}  # of the latest run
         self._watch = _ControllerWatch(actor, settings.spec.failure_config.heartbeat_timeout_s)
         self._is_idle = threading.Event()  # the run that this process has begun is closed
         self._is_idle.set()
@@ -171,10 +172,10 @@ class Channel:
         """Return frames from number ``seq`` on, for a reader that fell behind."""
         return list(self.call("frames", run_id, seq))
 
-    def stop(self, run_id: str, why: str, *, cancel: bool) -> None:
+    def stop(self, run_id: str, request: StopRequested) -> None:
         """Ask a run to end, and again if the actor is restarted; returns at once."""
-        self._stops = {run_id: (why, cancel)}
-        self._actor.stop.remote(run_id, why, cancel)
+        self._stops = {run_id: request}
+        self._actor.stop.remote(run_id, request)
 
     def warn(self, run_id: str, message: str, source: str) -> None:
         """Add a warning that this process has logged to a run's files; does nothing if the run or the actor is gone."""
@@ -239,7 +240,7 @@ class Channel:
         if request is None:
             return False
         if is_live:
-            self.stop(request.run_id, why, cancel=True)
+            self.stop(request.run_id, StopRequested(why, cancel=True))
         self._is_idle.wait(patience_s)
         return is_live
 
@@ -277,7 +278,7 @@ class Channel:
             return False
         self._actor.run.remote(self._request)
         if (run_id := self._request.run_id) in self._stops:
-            self._actor.stop.remote(run_id, *self._stops[run_id])
+            self._actor.stop.remote(run_id, self._stops[run_id])
         return True
 
     def _keep_data(self, request: RunRequest) -> RunRequest:

@@ -20,6 +20,7 @@ from raysgd.controller.journal.journal import read_description, stored_frames
 from raysgd.controller.rounds import check_reduce
 from raysgd.controller.run_plan import Start
 from raysgd.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ConfigError
+from raysgd.runs.finding import is_run
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ def find_checkpoint(
         )
     found = find_newest(runs) if resume_from == LAST or best_by is None else _find_best(runs, best_by)
     if found.checkpoint is None and found.skipped:  # it would begin again, and write beside what it lost
-        raise CheckpointCorruptError(f"resume_from={resume_from!r}: {folder} has no whole checkpoint; {found.skipped[0]}")
+        raise CheckpointCorruptError(
+            f"resume_from={resume_from!r}: {folder} has no whole checkpoint; {found.skipped[0]}"
+        )
     if found.checkpoint is None:
         get_logger().warning(
             "resume_from=%s: %s has no checkpoint; training starts from the beginning.", resume_from, folder
@@ -127,13 +130,13 @@ def find_checkpoint(
 
 def _find_at(path: str | os.PathLike[str]) -> FoundCheckpoint:
     storage = Storage.from_uri(path)
-    is_run = storage.exists("run.json") or storage.is_folder("checkpoints")
-    if not is_run and not (storage.is_folder("") and list_runs(storage)):
+    is_of_run = is_run(storage) or storage.is_folder("checkpoints")
+    if not is_of_run and not (storage.is_folder("") and list_runs(storage)):
         return FoundCheckpoint(Checkpoint.from_path(path))
-    found = find_newest_of_run(storage) if is_run else find_newest(storage)
+    found = find_newest_of_run(storage) if is_of_run else find_newest(storage)
     if found.checkpoint is None:
-        what = "the run in" if is_run else "no run in"
-        raise CheckpointNotFoundError(f"{what} {path} has {'no' if is_run else 'a'} checkpoint.")
+        what = "the run in" if is_of_run else "no run in"
+        raise CheckpointNotFoundError(f"{what} {path} has {'no' if is_of_run else 'a'} checkpoint.")
     return found
 
 

@@ -11,10 +11,11 @@ import atexit
 import contextlib
 import gc
 import os
+import signal
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import ray
 from ray.exceptions import RayError
@@ -26,6 +27,7 @@ from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config.checks import check_choice, check_count
+from raysgd.controller.commands import StopRequested
 from raysgd.controller.journal.lineage import earlier_checkpoints
 from raysgd.controller.requests import TrainerSpec
 from raysgd.errors import MissingMetricError, RaySGDError, TrainerBusyError, TrainerClosedError, UsageError
@@ -115,7 +117,7 @@ class RunHandle:
 
     def cancel(self) -> None:
         channel, latest = self._latest("cancel()")
-        channel.call("stop", latest["run_id"], "Trainer.cancel() was called", True)
+        channel.call("stop", latest["run_id"], StopRequested("Trainer.cancel() was called", cancel=True))
 
     def list_checkpoints(self) -> list[Checkpoint]:
         checkpoints = self._checkpoints()
@@ -281,11 +283,12 @@ class RunManager:
         self._runs_uri = runs_uri  # not before: a train_func that was refused must not name the folder
         return stream
 
-    def interrupt(self, stream: ResultStream | None) -> None:
-        """Handle Ctrl-C during a run: end the run and keep its checkpoints. A detached run continues.
+    def interrupt(self, stream: ResultStream | None, error: BaseException) -> None:
+        """Handle Ctrl-C or a signal that ends this process during a run: the run saves and ends. A detached run continues.
 
         Args:
             stream: The run that was started; None if the interrupt came before.
+            error: What is raised for it.
         """
         is_detached = self.spec.run_config.detached
         if stream is None and not is_detached:
@@ -298,10 +301,15 @@ class RunManager:
             )
             self.detach()
         else:
-            get_logger().info("interrupted: ending the run and keeping its checkpoints (Ctrl-C again to kill)")
+            grace_s, is_ctrl_c = self.spec.failure_config.stop_grace_s, isinstance(error, KeyboardInterrupt)
+            get_logger().info(
+                "stopping: the run saves a checkpoint and ends, within %g s; %s stops it at once",
+                grace_s,
+                "Ctrl-C again" if is_ctrl_c else "a second signal",
+            )
             try:
-                stream.cancel()
-                stream.wait_closed(INTERRUPT_PATIENCE_S)
+                stream.stop("Ctrl-C" if is_ctrl_c else "a signal ended its driver", grace_s=grace_s)
+                stream.wait_closed(grace_s + INTERRUPT_PATIENCE_S)
             finally:
                 self.release(patience_s=0)
 
@@ -310,11 +318,20 @@ class RunManager:
         self._hold(None)
         self._is_closed = True
 
-    def leave(self) -> None:
-        """End the ``with`` block of a Trainer: detach from a live detached run, shut down otherwise."""
-        if self.spec.run_config.detached and not self._is_closed and self.latest.is_live:
+    def leave(self, error: BaseException | None = None) -> None:
+        """End the ``with`` block of a Trainer: detach from a live detached run, shut down otherwise.
+
+        Args:
+            error: What is raised in the block.
+        """
+        is_live = not self._is_closed and self.latest.channel is not None and self.latest.is_live
+        if is_live and self.spec.run_config.detached:
             self.detach()
-        else:
+            return
+        try:
+            if is_live and is_interrupt(error):
+                self.interrupt(self.latest.stream, error)
+        finally:
             self.shutdown()
 
     def shutdown(self) -> None:
@@ -350,6 +367,11 @@ class RunManager:
     def _check_open(self) -> None:
         if self._is_closed:
             raise TrainerClosedError("this Trainer was shut down; make a new one.")
+
+
+def is_interrupt(error: BaseException | None) -> TypeGuard[BaseException]:
+    """Return whether an error is Ctrl-C, or the exit for which Ray's handler of SIGTERM asks."""
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == signal.SIGTERM)
 
 
 #: The leases of this process. A Trainer that was dropped is no longer among them, unless it is part of cyclic garbage.

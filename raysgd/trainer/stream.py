@@ -22,6 +22,7 @@ from raysgd._util.logs import get_logger
 from raysgd._util.tracebacks import leaves_raysgd, prepare_for_user
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.controller import frames
+from raysgd.controller.commands import StopRequested
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.callback_reader import CallbackReader, describe_started, warning_in
 from raysgd.controller.journal.outcome import outcome_error
@@ -181,7 +182,7 @@ class ResultStream:
     def cancel(self) -> None:
         """Request the end of the run; returns at once. Its checkpoints stay."""
         self._is_cancelled = True
-        self._channel.stop(self._run_id, "ResultStream.cancel() was called", cancel=True)
+        self._channel.stop(self._run_id, StopRequested("ResultStream.cancel() was called", cancel=True))
 
     def __repr__(self) -> str:
         state = "running" if self._outcome is None else self._outcome["kind"]
@@ -230,11 +231,17 @@ class ResultStream:
         """The rounds that checkpoints belong to, by number; also of checkpoints that are being saved."""
         return dict(self._rounds)
 
-    def stop(self, why: str, error: BaseException | None) -> None:
-        """End the run for a callback; with an error, at once and with that error."""
+    def stop(self, why: str, error: BaseException | None = None, grace_s: float | None = None) -> None:
+        """End the run.
+
+        Args:
+            why: The reason, for the user.
+            error: The error of a callback: the run ends at once, and with it.
+            grace_s: As for `raysgd.controller.commands.StopRequested`.
+        """
         if error is not None:
             self._error = error
-        self._channel.stop(self._run_id, why, cancel=error is not None)
+        self._channel.stop(self._run_id, StopRequested(why, cancel=error is not None, grace_s=grace_s))
 
     @property
     def is_drained(self) -> bool:

@@ -180,8 +180,8 @@ class Trainer:
     ) -> Any:
         """Run train_func on all workers and return what it returned on rank 0, as if it had been called directly.
 
-        Ctrl-C ends the run, keeps its checkpoints, releases all resources and raises ``KeyboardInterrupt``. A second Ctrl-C
-        does not wait for anything.
+        Ctrl-C makes ``should_stop()`` true: the run saves and ends within ``FailureConfig(stop_grace_s)``. Then all resources are
+        released and ``KeyboardInterrupt`` is raised. SIGTERM does the same and exits. A second signal ends the run at once.
 
         Args:
             train_func: A function of zero or one argument, the config.
@@ -216,8 +216,8 @@ class Trainer:
             )
             stream = self._runs.begin(arguments)
             return stream.get_returns()
-        except KeyboardInterrupt:
-            self._runs.interrupt(stream)
+        except (KeyboardInterrupt, SystemExit) as error:  # by Ctrl-C, or by the handler of a signal
+            self._runs.interrupt(stream, error)
             raise
 
     @leaves_raysgd
@@ -429,7 +429,7 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._runs.leave()
+        self._runs.leave(error)
 
     def __repr__(self) -> str:
         from raysgd._util.tables import as_text  # not for a cold start

@@ -352,25 +352,35 @@ def test_workers_that_the_cluster_cannot_hold_are_refused(ray_cluster: Any, tmp_
 @pytest.mark.parametrize(
     ("number", "status", "text"),
     [
-        (signal.SIGINT, 130, "ending the run and keeping its checkpoints"),
-        (signal.SIGTERM, 143, "raysgd run: ended by SIGTERM."),
+        (
+            signal.SIGINT,
+            130,
+            "stopping: the run saves a checkpoint and ends, within 20 s; Ctrl-C again stops it at once",
+        ),
+        (
+            signal.SIGTERM,
+            143,
+            "stopping: the run saves a checkpoint and ends, within 20 s; a second signal stops it at once",
+        ),
     ],
     ids=["ctrl-c", "sigterm"],
 )
-def test_signal_ends_the_run_and_keeps_its_checkpoints(
+def test_signal_makes_the_run_save_and_end(
     ray_cluster: Any, tmp_path: Path, number: int, status: int, text: str
 ) -> None:
     source = """
     import os, time, raysgd
     for step in range(10**9):
-        raysgd.save_checkpoint({"step": step})
         raysgd.report(step=step)
         if step == 5:
             open(f"training-{os.getpid()}", "w").close()
+        if raysgd.should_stop():
+            raysgd.save_checkpoint({"step": step})
+            break
         time.sleep(0.01)
     """
     write(tmp_path, "train.py", source)
-    flags = ["--num-workers", "2", "--backend", "none", "--storage-path", "runs"]
+    flags = ["--num-workers", "2", "--backend", "none", "--storage-path", "runs", "--grace", "20"]
     process = command.start(ray_cluster, tmp_path, "run", *flags, "train.py")
     try:
         assert until(lambda: len(list(tmp_path.glob("training-*"))) == 2 or process.poll() is not None, PATIENCE_S)
@@ -382,7 +392,8 @@ def test_signal_ends_the_run_and_keeps_its_checkpoints(
     assert text in err and "Traceback" not in err
     assert are_gone([int(path.name.rpartition("-")[2]) for path in tmp_path.glob("training-*")])
     run = latest_run(tmp_path)
-    assert run.outcome == "cancelled" and run.checkpoints[-1].load()["step"] >= 5
+    assert run.outcome == "stopped"
+    assert [each.load()["step"] for each in run.checkpoints] == [len(run.metrics) - 1]
 
 
 def test_ending_after_sigterm_may_take_longer_than_ray_allows(ray_cluster: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,23 @@ class Waiting(MLP):
         while not os.path.exists(self.go):
             open(f"{{self.go}}.waits", "w").close()
             time.sleep(0.01)
+        return super().forward(data)
+"""
+SLOW = f"""\
+import os
+import time
+{MODULE}
+
+class Slow(MLP):
+    def __init__(self, dim, nlayers, folder):
+        super().__init__(dim, nlayers)
+        self.path = f"{{folder}}/steps"
+
+    def forward(self, data):
+        if os.path.exists(self.path):
+            with open(self.path, "a") as file:
+                file.write("x")
+            time.sleep(0.1)
         return super().forward(data)
 """
 DOCUMENT = """\
@@ -346,6 +364,43 @@ def test_a_detached_training_continues_without_the_command(ray_cluster: dict[str
         assert steps == list(range(1, 11)) and trainer.status().state == "done"
     finally:
         trainer.shutdown()
+
+
+def test_training_that_is_interrupted_twice_continues_to_the_bit(ray_cluster: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SLOW)
+    (tmp_path / "job.yaml").write_text(
+        DOCUMENT.replace("tests.cli.common.MLP", "own.Slow")
+        .replace("tests.cli.common.", "own.")
+        .replace("nlayers: 16", f"nlayers: 2, folder: {tmp_path}")
+        .replace("plan_ngpus: 4", "plan_ngpus: 1")
+        .replace("runtime_ngpus: 4", "runtime_ngpus: 1")
+        .replace("every_n_train_steps: 1", "every_n_epochs: 1\nseed: 3")
+    )
+    words = ["train", "-f", "job.yaml", "--json", "--enable_progress_bar=false", "--max_epochs=3", "--max_train_steps!"]
+    whole = command.run(ray_cluster, tmp_path, *words, "--checkpoint.save_dir=whole")
+    assert whole.returncode == 0, whole.stderr
+    words += ["--checkpoint.save_dir=cut", "--checkpoint.resume_from=last"]
+    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        (tmp_path / "steps").write_text("")
+        process = command.start(ray_cluster, tmp_path, *words, "--grace", "60")
+        try:
+            assert until(lambda: len((tmp_path / "steps").read_text()) > 3, PATIENCE_S) and process.poll() is None
+            process.send_signal(number)
+            _, err = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+        assert process.returncode == status
+        assert "stopping: the run saves a checkpoint and ends, within 60 s" in err and "Traceback" not in err
+    (tmp_path / "steps").unlink()
+    last = command.run(ray_cluster, tmp_path, *words)
+    assert last.returncode == 0, last.stderr
+    names = ("train_loss", "val_loss", "finished_train_steps")
+    assert [json.loads(last.stdout)[name] for name in names] == [json.loads(whole.stdout)[name] for name in names]
+    runs = [raysgd.load_run(tmp_path / "cut" / f"run_00{number}") for number in (1, 2, 3)]
+    assert [run.outcome for run in runs] == ["stopped", "stopped", "done"]
+    found, expected = (raysgd.Checkpoint.from_path(tmp_path / folder / "last").load() for folder in ("cut", "whole"))
+    for name, weight in expected["model"].items():
+        assert torch.equal(found["model"][name], weight), name
 
 
 def test_a_search_tries_values_of_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C in a driver process: the first cancels the run, the second ends it immediately; both leave nothing behind."""
+"""Ctrl-C and SIGTERM in a driver: the run saves and ends; the second signal ends it at once. Both leave nothing behind."""
 
 from __future__ import annotations
 
@@ -32,10 +32,16 @@ folder, how = sys.argv[1:]
 def train_func(config):
     step = 0
     while True:
-        raysgd.save_checkpoint({"step": step})
+        is_leaving = config["how"] == "checks" and raysgd.should_stop()
+        if is_leaving or config["how"] != "checks":
+            raysgd.save_checkpoint({"step": step})
         raysgd.report(step=step)
+        if is_leaving:
+            return
         if step == 5:
             open(f"{config['folder']}/training-{raysgd.world_rank()}-{os.getpid()}", "w").close()
+            while config["how"] == "silent":
+                time.sleep(0.05)
             if config["how"] == "stubborn":
                 while True:
                     try:
@@ -52,7 +58,9 @@ def train_func(config):
 
 
 ray.init(address="local", num_cpus=2, include_dashboard=False)
-failure = raysgd.FailureConfig(abort_grace_s=30 if how in ("stubborn", "collective") else 2)
+failure = raysgd.FailureConfig(
+    abort_grace_s=30 if how in ("stubborn", "collective") else 2, stop_grace_s=0.5 if how == "silent" else 30
+)
 backend = "torch" if how in ("collective", "cold") else "none"
 trainer = raysgd.Trainer(2, backend, run_config=raysgd.RunConfig(storage_path=folder), failure_config=failure)
 config = {"folder": folder, "how": how}
@@ -63,7 +71,7 @@ try:
                 pass
     else:
         trainer.run(train_func, config)
-except KeyboardInterrupt:
+except (KeyboardInterrupt, SystemExit):
     open(f"{folder}/raised", "w").close()
     free = ray.available_resources().get("CPU")
     deadline = time.monotonic() + 20
@@ -105,8 +113,8 @@ class Driver:
         processes = psutil.Process(self.process.pid).children(recursive=True)
         return any("ray::TrainerActor" in title for title in map(_title, processes))
 
-    def interrupt(self) -> None:
-        self.process.send_signal(signal.SIGINT)
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        self.process.send_signal(number)
 
     def ends(self) -> tuple[str, str]:
         """Wait for the end, check that nothing is left, and return the output and the errors."""
@@ -140,22 +148,33 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
     return start
 
 
-@pytest.mark.parametrize("how", ["run", "generator"])
-def test_first_ctrl_c_cancels_the_run_and_keeps_its_checkpoints(start: Any, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["run", "generator", "checks"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_makes_the_run_save_and_end(start: Any, tmp_path: Path, how: str, number: signal.Signals) -> None:
     driver = start(how)
-    driver.interrupt()
+    driver.interrupt(number)
     out, err = driver.ends()
-    assert driver.process.returncode != 0
-    assert "KeyboardInterrupt" in err
+    assert driver.process.returncode == (-signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+    assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
     assert "interrupted, free: 2.0" in out, "resources were held until the driver's end"
-    if how == "run":
-        assert "interrupted: ending the run and keeping its checkpoints (Ctrl-C again to kill)" in err
+    again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
+    assert f"stopping: the run saves a checkpoint and ends, within 30 s; {again} stops it at once" in err
     (run_dir,) = tmp_path.glob("train_func_*/run_001")
     run = raysgd.load_run(run_dir)
-    assert run.outcome == "cancelled"
+    assert run.outcome == "stopped"
     last = run.checkpoints[-1]
-    assert last.load()["step"] >= 5
-    assert len(run.metrics) >= 5
+    assert last.load()["step"] == list(run.metrics["step"])[-1] >= 5
+    assert (len(run.checkpoints) == 1) == (how == "checks")
+
+
+def test_run_that_does_not_leave_is_cancelled_when_the_grace_is_over(start: Any, tmp_path: Path) -> None:
+    driver = start("silent")
+    driver.interrupt()
+    out, err = driver.ends()
+    assert "interrupted, free: 2.0" in out and "within 0.5 s" in err
+    (run_dir,) = tmp_path.glob("train_func_*/run_001")
+    run = raysgd.load_run(run_dir)
+    assert run.outcome == "cancelled" and run.checkpoints[-1].load()["step"] == 5
 
 
 def test_ctrl_c_while_workers_start_ends_the_driver(start: Any, tmp_path: Path) -> None:
@@ -164,19 +183,23 @@ def test_ctrl_c_while_workers_start_ends_the_driver(start: Any, tmp_path: Path) 
     driver.interrupt()
     out, err = driver.ends()
     assert driver.process.returncode != 0
-    assert "KeyboardInterrupt" in err and "interrupted: ending the run" in err
+    assert "KeyboardInterrupt" in err and "stopping: the run saves" in err
     assert "interrupted, free: 2.0" in out, "resources were held until the driver's end"
     assert not driver.workers()
     (run_dir,) = tmp_path.glob("train_func_*/run_001")
-    assert raysgd.load_run(run_dir).outcome == "cancelled"
+    assert raysgd.load_run(run_dir).outcome == "stopped"
 
 
-@pytest.mark.parametrize("how", ["stubborn", "collective"])
-def test_second_ctrl_c_ends_the_driver_immediately(start: Any, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "number"), [("stubborn", signal.SIGINT), ("collective", signal.SIGINT), ("stubborn", signal.SIGTERM)]
+)
+def test_second_signal_ends_the_driver_immediately(
+    start: Any, tmp_path: Path, how: str, number: signal.Signals
+) -> None:
     driver = start(how)
-    driver.interrupt()
-    assert until(lambda: "Ctrl-C again to kill" in driver.errors.read_text(), PATIENCE_S)
+    driver.interrupt(number)
+    assert until(lambda: "stops it at once" in driver.errors.read_text(), PATIENCE_S)
     assert driver.process.poll() is None and not (tmp_path / "raised").exists(), "the driver waits for the workers"
-    driver.interrupt()
+    driver.interrupt(number)
     assert until((tmp_path / "raised").exists, 20), "the driver waited for the workers, which take 30 s"
     driver.ends()

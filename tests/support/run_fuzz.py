@@ -93,6 +93,7 @@ class RunFuzz(RuleBasedStateMachine):
         self.on_storage: dict[int, int] = {}  # iteration by number
         self.amended: set[int] = set()
         self.happened: set[str] = set()
+        self.is_interrupted = False
         self.should_pause = self.is_over = False
         self.run = SimulatedRun(
             num_ranks * self.scale,
@@ -267,6 +268,14 @@ class RunFuzz(RuleBasedStateMachine):
         self.run.stop(cancel=cancel)
         self._check()
 
+    @action(luck=range(6))
+    def a_user_interrupts_the_run(self, luck: int) -> None:
+        if not luck:
+            self.is_interrupted = True
+            self.happened |= {"stopped", "cancelled"}  # by the ranks, or once the grace is over
+            self.run.stop(grace_s=30.0)
+            self._check()
+
     @action(luck=range(4))
     def a_user_pauses_the_run(self, luck: int) -> None:
         if not luck:
@@ -435,13 +444,13 @@ class RunFuzz(RuleBasedStateMachine):
         self.should_pause = False
 
     def _check_AgreeOnSavePoint(self, command: c.AgreeOnSavePoint) -> None:  # noqa: N802
-        is_wanted = self.is_elastic or self.attempts[-1].preempted or self.should_pause
+        is_wanted = self.is_elastic or self.attempts[-1].preempted or self.should_pause or self.is_interrupted
         assert command.attempt == self.run.attempt and is_wanted
         for rank in self._inside():
             rank.last_save, rank.point = max(other.num_calls for other in self._inside()), command.point
 
     def _check_RequestStop(self, command: c.RequestStop) -> None:  # noqa: N802
-        assert command.ends_reports or self.attempts[-1].preempted
+        assert command.ends_reports or self.attempts[-1].preempted or self.is_interrupted
         for rank in self._inside():
             rank.sees_stop = True
 

@@ -35,6 +35,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
         "progress_timeout_s": None,
         "mismatch_timeout_s": 60,
         "preemption_grace_s": 25,
+        "stop_grace_s": 30,
         "start_timeout_s": 120,
         "wait_for_nodes_s": 0,
         "retry_on": (),
@@ -42,6 +43,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
     }
     assert dataclasses.asdict(CheckpointConfig()) == {
         "num_to_keep": None,
+        "scope": "run",
         "score_attribute": None,
         "keep_best": {},
         "links": False,
@@ -156,6 +158,7 @@ def test_valid_failure_settings_are_accepted(fields: dict[str, Any]) -> None:
         ({"heartbeat_timeout_s": 0}, "give a finite number > 0"),
         ({"heartbeat_timeout_s": math.nan}, "out of range"),
         ({"preemption_grace_s": -1}, "give a finite number >= 0"),
+        ({"stop_grace_s": -1}, "give a finite number >= 0"),
         ({"start_timeout_s": 0}, "give a finite number > 0"),
         ({"start_timeout_s": "120"}, "is a str; give a number"),
         ({"wait_for_nodes_s": -1}, "give a finite number >= 0"),

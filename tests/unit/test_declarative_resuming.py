@@ -15,7 +15,7 @@ import pytest
 import raysgd
 from raysgd.checkpoint.links import list_manifests
 from raysgd.checkpoint.storage.storage import Storage
-from raysgd.declarative.entry import find_start, finished, merge_checkpoint
+from raysgd.declarative.entry import check_unused, find_start, finished, merge_checkpoint, train
 from raysgd.declarative.reading import args_of, merge
 from raysgd.errors import CheckpointError, ConfigError
 from support import declared
@@ -189,6 +189,17 @@ def test_resume_from_finds_last_best_paths_and_nothing(tmp_path: Path) -> None:
     }
     places = {name: Path(str(each.path)).name for name, each in found.items() if each is not None}
     assert list(places.values()) == ["checkpoint_000003", "checkpoint_000001", "checkpoint_000003", "checkpoint_000003"]
+
+
+def test_training_that_begins_in_a_used_folder_is_refused(tmp_path: Path) -> None:
+    values = training(checkpoint__save_dir=str(tmp_path), max_epochs=1)
+    check_unused(args_of(values))
+    run(values, tmp_path / "run_001" / "checkpoints")
+    with pytest.raises(
+        ConfigError, match=r"earlier training; give checkpoint.resume_from: last to resume it, or another"
+    ):
+        train(values)
+    check_unused(args_of(merge(values, {"checkpoint.no_save": True})))
 
 
 def test_another_micro_batch_continues_at_its_row_with_a_loader_that_saves_its_position(tmp_path: Path) -> None:

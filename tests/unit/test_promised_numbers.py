@@ -46,6 +46,7 @@ TIMEOUTS: dict[str, tuple[str, Callable[[], Any], Any]] = {
     "`timeout_s` (Horovod)": ("10", lambda: HorovodConfig().timeout_s, 10),
     "copying to memory": ("10", lambda: saving.TAKE_S, 10),
     "`preemption_grace_s`": ("25", lambda: FailureConfig().preemption_grace_s, 25),
+    "`stop_grace_s`": ("30", lambda: FailureConfig().stop_grace_s, 30),
     "`init_timeout_s` (JAX)": ("30", lambda: JaxConfig().init_timeout_s, 30),
     "`mismatch_timeout_s`": ("60", lambda: FailureConfig().mismatch_timeout_s, 60),
     "`timeout_s` (JAX)": ("100", lambda: JaxConfig().timeout_s, 100),

@@ -460,17 +460,19 @@ def test_should_stop_is_false_without_a_stop() -> None:
     worker.report()
 
 
-def test_loop_that_checks_finds_the_stop_and_may_report_once_more() -> None:
+def test_loop_that_checks_finds_the_stop_and_may_report_until_it_checks_again() -> None:
     worker = Worker()
     worker.report()
     checks, reports = worker.session.stop_gate.hold(worker.session.num_reports)
     worker.session.stop_gate.release(checks, reports)
     assert worker.session.should_stop()
+    worker.report()
     worker.save()
     worker.report(last=True)
+    assert worker.session.should_stop()
     with pytest.raises(AttemptEnded, match="asked to stop"):
         worker.report()
-    assert worker.session.num_reports == 2
+    assert worker.session.num_reports == 3
 
 
 def test_rank_that_is_behind_continues_to_the_agreed_check() -> None:

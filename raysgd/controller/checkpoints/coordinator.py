@@ -95,7 +95,7 @@ class CheckpointCoordinator:
     ) -> None:
         config = plan.checkpoint
         retention = RetentionPolicy(config.num_to_keep, config.score_attribute, config.score_order, config.keep_best)
-        self._index = CheckpointIndex(plan.start, retention)
+        self._index = CheckpointIndex(plan.start, retention, plan.earlier)
         self._retention = retention
         self._is_score_checked = retention.score_attribute is None
         self._reduce = plan.reduce
@@ -366,10 +366,12 @@ class CheckpointCoordinator:
         self._emit(c.CommitCheckpoint(manifest))
 
     def _delete(self, attempt: int, numbers: Sequence[int]) -> None:
-        for number in numbers:
+        for number in filter(lambda number: number > 0, numbers):
             self._emit(c.EmitFrame(frames.CHECKPOINT_DELETED, attempt, data={"number": number}))
             self._emit(c.RecordEvent("checkpoint_deleted", {"number": number}))
             self._emit(c.DeleteCheckpoint(number))
+        if earlier := tuple(number for number in numbers if number <= 0):
+            self._emit(c.DeleteEarlier(earlier))
 
     def _apply_scores(self, *, is_over: bool = False) -> None:
         """Assign checkpoints to the rounds that have become complete. ``is_over``: as for `MemoryTier.apply_scores`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from raysgd.controller.run_plan import Start
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.format.manifest import Manifest
-    from raysgd.checkpoint.retention import RetentionPolicy
+    from raysgd.checkpoint.retention import Record, RetentionPolicy
     from raysgd.controller.checkpoints.pending import Score
 
 
@@ -18,11 +18,17 @@ class CheckpointIndex:
     """The committed checkpoints of one run, oldest first.
 
     The manifests of all but the newest are here without their parts and rank states, which take 30 kB of memory for each rank.
+
+    Args:
+        start: Where the run began.
+        retention: Which checkpoints are kept.
+        earlier: Checkpoints of earlier runs that count with those of this run; their numbers are below 1.
     """
 
-    def __init__(self, start: Start, retention: RetentionPolicy) -> None:
+    def __init__(self, start: Start, retention: RetentionPolicy, earlier: Sequence[Record] = ()) -> None:
         self._start = start
         self._retention = retention
+        self._earlier = {each.number: each for each in earlier}
         self._manifests: dict[int, Manifest] = {}
 
     @property
@@ -35,15 +41,15 @@ class CheckpointIndex:
         return self._manifests[max(self._manifests)] if self._manifests else None
 
     def add(self, manifest: Manifest) -> list[int]:
-        """Add a committed checkpoint; returns the numbers of the checkpoints to delete."""
+        """Add a committed checkpoint; returns the numbers of the checkpoints to delete, also of earlier runs."""
         self._manifests[manifest.number] = manifest
         newest = max(self._manifests)
         for number, older in list(self._manifests.items()):
             if number < newest and (older.parts or older.rank_states):
                 self._manifests[number] = replace(older, parts={}, rank_states={})
-        to_delete = self._retention.to_delete(list(self._manifests.values()))
+        to_delete = self._retention.to_delete([*self._earlier.values(), *self._manifests.values()])
         for number in to_delete:
-            del self._manifests[number]
+            del (self._manifests if number > 0 else self._earlier)[number]
         return to_delete
 
     def has_older_than(self, number: int) -> bool:

@@ -32,6 +32,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
@@ -49,6 +50,9 @@ from raysgd.errors import CheckpointCorruptError, CheckpointNotFoundError, RaySG
 SEGMENT_BYTES = 4 << 20
 #: The same for events on object stores. Events are few, and a small file is written again quickly.
 EVENTS_SEGMENT_BYTES = 256 << 10
+
+#: Seconds without a new frame after which a run without an end is no longer called live. Workers send samples every 2 s.
+SILENT_S = 60.0
 
 _LONE_EVENTS = "events.jsonl"
 #: The beginning of each line, and how many bytes to read for it.
@@ -402,6 +406,37 @@ def last_reports(storage: Storage) -> Iterator[Frame]:
     for name in sorted(filter(_METRICS_FILE.fullmatch, storage.list_names()))[-2:][::-1]:
         for line in _lines_from_end(storage, name):
             yield parse_line(line, report_frame, storage.path_of(name))
+
+
+def first_event(storage: Storage) -> dict[str, Any]:
+    """Return the data of the first event of a run, ``run_start``; empty if it is not written yet."""
+    for name in sorted(filter(_EVENTS_FILE.fullmatch, storage.list_names())):
+        line, is_whole, _ = storage.read_with(name, functools.partial(_read_range, 0, _BLOCK_BYTES)).partition(b"\n")
+        if is_whole:
+            return dict(parse_line(line, event_frame, storage.path_of(name)).data["data"])
+    return {}
+
+
+def is_live(storage: Storage) -> bool:
+    """Return whether a run has no end in its journal, and is paused or has written to it in the last `SILENT_S`.
+
+    Raises:
+        CheckpointCorruptError: The journal is damaged.
+    """
+    is_recent: bool | None = None
+    for name in sorted(filter(_EVENTS_FILE.fullmatch, storage.list_names()), reverse=True):
+        for line in _lines_from_end(storage, name):
+            frame = parse_line(line, event_frame, storage.path_of(name))
+            kind = frame.data["kind"] if frame.kind == frames.EVENT else frame.kind
+            if kind == frames.RUN_END:
+                return False
+            if kind == "paused":
+                return True
+            if frame.kind == frames.EVENT and is_recent is None:
+                is_recent = time.time() - frame.data["timestamp"] < SILENT_S
+            if kind in ("sample", "resumed"):
+                return bool(is_recent)
+    return bool(is_recent)
 
 
 def _lines_from_end(storage: Storage, name: str) -> Iterator[bytes]:

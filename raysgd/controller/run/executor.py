@@ -25,6 +25,7 @@ from raysgd.controller.journal.outcome import outcome_data
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.rounds import AwaitedMetrics
 from raysgd.controller.run.barriers import Barriers
+from raysgd.controller.run.earlier import EarlierCheckpoints
 from raysgd.controller.run.run_files import RunFiles
 from raysgd.controller.run.worker_watch import WorkerWatch
 from raysgd.controller.run_plan import AttemptRecord, PreviousState, RunPlan
@@ -55,6 +56,7 @@ class Run:
         is_resumed: An earlier controller process began the run; its files hold the progress, and reading them blocks.
         last_attempt: The last attempt of the earlier process.
         begins: Records an attempt before any rank enters it, if that takes no longer than a moment.
+        earlier: Checkpoints of earlier runs that count with those of this run.
         observe: Called with each event, and the last complete round at that time.
 
     Attributes:
@@ -76,6 +78,7 @@ class Run:
         is_resumed: bool = False,
         last_attempt: AttemptRecord | None = None,
         begins: Callable[[AttemptRecord], Coroutine[Any, Any, None]] | None = None,
+        earlier: EarlierCheckpoints | None = None,
         observe: Callable[[c.RecordEvent, int], None] = lambda event, iteration: None,
     ) -> None:
         self._request = request
@@ -89,6 +92,7 @@ class Run:
             self.warn,
             retry_of_writes(checkpoint.on_write_error),
             make_links(storage, checkpoint),
+            earlier,
         )
         self._begins = begins
         self._observe = observe
@@ -111,9 +115,15 @@ class Run:
                 if not self._awaited.missing:  # the first rounds have them as a rule, and a journal may have gigabytes
                     break
                 self._awaited.feed(frame.rows)
-        earlier = previous if is_resumed else None
         plan = RunPlan(
-            failure, checkpoint, request.start, request.reduce, earlier, grows_without_save, workers_per_replica
+            failure,
+            checkpoint,
+            request.start,
+            request.reduce,
+            previous if is_resumed else None,
+            grows_without_save,
+            workers_per_replica,
+            () if earlier is None else earlier.records,
         )
         self._machine = RunMachine(plan, uri_of=self._files.uri_of, clock=time.time)
         self._barriers = Barriers(0)
@@ -181,15 +191,9 @@ class Run:
         await self.log.close(self._attempt, self._files.flush)
         self._files.close()
 
-    async def stop(self, why: str, *, cancel: bool, failed: e.Failed | None = None) -> None:
-        """End the run early; returns when that is recorded.
-
-        Args:
-            why: The reason, for the user.
-            cancel: End all ranks at once.
-            failed: The error of the callback that ends the run.
-        """
-        self._feed(c.StopRequested(why, cancel, failed))
+    async def stop(self, request: c.StopRequested) -> None:
+        """End the run early; returns when that is recorded."""
+        self._feed(request)
         if not self.is_closed:
             await self._files.flush()
 
@@ -353,6 +357,8 @@ class Run:
             case c.DeleteCheckpoint():
                 if self._reads.can_delete(command.number):
                     self._files.delete([command.number])
+            case c.DeleteEarlier():
+                self._files.delete_earlier(command.numbers)
             case c.PublishOutcome():
                 if command.outcome.is_success and (missing := self._awaited.warn_of_run()) is not None:
                     self.warn(missing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +18,7 @@ from raysgd.controller.checkpoints.pending import find_rounds
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import Journal
 from raysgd.controller.rounds import Reduce
+from raysgd.controller.run.earlier import EarlierCheckpoints
 from raysgd.controller.run_plan import AttemptRecord, PreviousState, build_previous_state
 from raysgd.errors import CheckpointError
 
@@ -33,6 +34,7 @@ class RunFiles:
         warn: Called with problems that do not end the run.
         retry: How failed writes of checkpoints are repeated.
         links: Keeps the names ``last`` and ``best``; None: there are none.
+        earlier: Checkpoints of earlier runs that count with those of this run; None: there are none.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class RunFiles:
         warn: Callable[[str], None],
         retry: Retry | None = None,
         links: CheckpointLinks | None = None,
+        earlier: EarlierCheckpoints | None = None,
     ) -> None:
         self.storage = storage
         checkpoints = storage.child("checkpoints")
@@ -49,6 +52,7 @@ class RunFiles:
         self.journal = Journal(storage, secrets)
         self._warn = warn
         self._links = links
+        self._earlier = earlier
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="raysgd-commit")
         self._flusher: asyncio.Task[None] | None = None
         self._deleting: set[asyncio.Task[None]] = set()
@@ -102,6 +106,8 @@ class RunFiles:
         """Write a checkpoint's manifest. Raises: as `write_round`."""
         await self._write(self.store.commit, manifest)
         await self._update_links(manifest)
+        if self._earlier is not None:
+            await self._in_writer(self._earlier.delete)  # what was needed when this run no longer wanted it
 
     async def write_round(self, manifest: Manifest) -> None:
         """Write the round of a checkpoint that was saved before it.
@@ -129,9 +135,17 @@ class RunFiles:
     def delete(self, numbers: Iterable[int]) -> None:
         """Delete checkpoints, after the writes that were requested before."""
         for number in numbers:
-            task = asyncio.get_running_loop().create_task(self._write(self.store.delete, number))
-            self._deleting.add(task)  # the loop holds tasks weakly
-            task.add_done_callback(self._deleting.discard)
+            self._spawn(self._write(self.store.delete, number))
+
+    def delete_earlier(self, numbers: Collection[int]) -> None:
+        """Delete checkpoints of earlier runs, now or after a later commit."""
+        assert self._earlier is not None
+        self._spawn(self._write(self._earlier.delete, numbers))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._deleting.add(task)  # the loop holds tasks weakly
+        task.add_done_callback(self._deleting.discard)
 
     async def sweep(self) -> None:
         """Delete the files of checkpoints that were never committed."""

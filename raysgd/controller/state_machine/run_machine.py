@@ -462,7 +462,13 @@ class RunMachine:
         return why_over
 
     def _regroup(self, running: Running, why: str, cause: RegroupCause, *, is_at_save_point: bool = False) -> None:
-        """End the attempt, so that another group can form. This does not count as a failure."""
+        """End the attempt, so that another group can form, unless the run stops. This does not count as a failure."""
+        if self._stop_reason is not None:
+            if isinstance(self.state, Running):
+                self._end_attempt(running, why, self._stopped_outcome(), is_at_save_point=is_at_save_point)
+            elif isinstance(self.state, Ending):
+                self.state.preset = self._stopped_outcome()
+            return
         self._emit(c.RecordEvent("regroup", {"attempt": running.attempt, "why": why, "cause": cause}))
         if isinstance(self.state, Running):
             self._end_attempt(running, why, is_at_save_point=is_at_save_point)
@@ -470,7 +476,8 @@ class RunMachine:
         self.state.is_decided = True
 
     def _leave_at_save_point(self, running: Running) -> None:
-        if self.checkpoints.is_bound_to_size and self._preemption.why is None and not self.pause.is_requested:
+        is_growth = self._preemption.why is None and not self.pause.is_requested and self._stop_reason is None
+        if self.checkpoints.is_bound_to_size and is_growth:
             self._save_point.cancel()
             self._growth.refuse()
         else:
@@ -522,6 +529,10 @@ class RunMachine:
             self._on_grow(running)
         elif timer == "preemption" and isinstance(state, Running) and self._stop_reason is None:
             self._regroup(running, self._preemption.why or "", "preemption")
+        elif timer == "stop":
+            self._on_stop_requested(
+                c.StopRequested(f"{self._stop_reason}: the ranks did not leave in time", cancel=True)
+            )
         elif timer == "save_point":
             self._save_point.on_timeout()
         elif timer == "grace":
@@ -553,10 +564,8 @@ class RunMachine:
             self._close(outcome)
         elif isinstance(state, Running) and given.cancel:
             self._end_attempt(state, given.why, outcome)
-        elif isinstance(state, Running) and self._stop_reason is None:
-            self._save_point.cancel()
-            self._record_stop(given.why)
-            self._emit(c.RequestStop(state.attempt))
+        elif isinstance(state, Running):
+            self._ask_to_stop(state, given)
         elif isinstance(state, Ending) and state.is_decided:
             self._close(outcome)  # instead of the next attempt
         elif isinstance(state, Ending) and state.preset is None:
@@ -564,6 +573,20 @@ class RunMachine:
                 state.preset = outcome  # an error that is about to arrive no longer matters
             elif self._stop_reason is None:
                 self._record_stop(given.why)  # no further attempt; an exception on its way is still raised
+
+    def _ask_to_stop(self, running: Running, given: c.StopRequested) -> None:
+        """Ask all ranks to leave; with a grace they may save first, if the run saves at all."""
+        if given.grace_s is not None:
+            self._emit(c.SetTimer("stop", running.serial, given.grace_s))
+        if self._stop_reason is not None:
+            return
+        may_save = given.grace_s is not None and (self.checkpoints.has_any or self._plan.start.is_checkpoint)
+        if may_save:
+            self._save_point.request(self._undisturbed_attempt(), given.why)
+        else:
+            self._save_point.cancel()
+        self._record_stop(given.why)
+        self._emit(c.RequestStop(running.attempt, ends_reports=not may_save))
 
     def _record_stop(self, why: str) -> None:
         self._stop_reason = why

@@ -127,8 +127,8 @@ class SimulatedRun:
         for command in self.unanswered():
             self.feed(c.CommitFailed(command.manifest.number, error))
 
-    def stop(self, *, cancel: bool = False) -> list[c.Command]:
-        return self.feed(c.StopRequested("enough", cancel))
+    def stop(self, *, cancel: bool = False, grace_s: float | None = None) -> list[c.Command]:
+        return self.feed(c.StopRequested("enough", cancel, grace_s=grace_s))
 
     def advance(self, seconds: float) -> None:
         """Advance the clock; timers fire when they are due."""
