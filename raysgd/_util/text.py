@@ -23,10 +23,10 @@ def in_time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def read_attributes(docstring: str | None) -> dict[str, str]:
-    """Return what the section ``Attributes`` of a class's docstring says of each field, without quotes of code."""
-    listed = inspect.cleandoc(docstring or "").partition("Attributes:\n")[2].replace("`", "")
+def read_attributes(docstring: str | None, section: str = "Attributes") -> dict[str, str]:
+    """Return what a section of a docstring, ``Attributes`` or ``Args``, says of each name, without quotes of code."""
+    listed = inspect.cleandoc(docstring or "").partition(f"{section}:\n")[2].replace("`", "")
     return {
         name: " ".join(text.split())
-        for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", listed, re.MULTILINE)
+        for name, text in re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {8}.*)*)", listed, re.MULTILINE)
     }

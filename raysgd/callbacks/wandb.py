@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from raysgd._util.imports import import_optional
 from raysgd.callbacks.folder import FileCallback, StoreFolder, open_folder, parent_of
 from raysgd.callbacks.values import flatten, one_line
+from raysgd.config.checks import check_choice
 from raysgd.result import Result, RunInfo
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class WandbCallback(FileCallback):
         **init: Any,
     ) -> None:
         self._project = project
-        self._mode = mode
+        self._mode = (
+            None if mode is None else check_choice("WandbCallback(mode)", mode, ("online", "offline", "disabled"))
+        )
         self._init = init
         self._run: Any = None
 

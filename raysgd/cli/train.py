@@ -5,8 +5,10 @@ What needs Ray is imported after the file was checked.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import click
@@ -20,7 +22,7 @@ from raysgd.errors import ConfigError
 _HELP = """Train a model as a YAML file says.
 
 Any value of the file can be changed: `--max_epochs 2`, `--model.args.dim=32`, `--log.0.type TensorBoardLogger`;
-`--max_train_steps!` removes one.
+`--max_train_steps!` removes one. `--help NAME` explains a field, and `--help model.args` lists the arguments of the class.
 """
 
 
@@ -36,7 +38,29 @@ def allow_flag(function: F) -> F:
 
 
 class TrainCommand(FieldsCommand):
-    """The command, whose help lists the fields of a file, too."""
+    """The command, whose help lists the fields of a file, too; ``--help NAME`` one of them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words after the command's name; see `FieldsCommand.parse_args`."""
+        pairs = [word in ("-h", "--help") and following[:1] not in ("-", "") for word, following in pairwise(args)]
+        if True not in pairs:
+            return super().parse_args(ctx, args)
+        place = pairs.index(True)
+        super().parse_args(ctx, [*args[:place], *args[place + 2 :]])
+        from raysgd.declarative.checking import importing_from
+        from raysgd.declarative.reading import Tree
+        from raysgd.declarative.schema import list_help
+        from raysgd.declarative.values import Importer
+
+        tree = Tree.of_file(ctx.params["path"]) if ctx.params["path"] else Tree()
+        tree.override(ctx.params["words"])
+        formatter = ctx.make_formatter()
+        with importing_from(os.getcwd()):
+            formatter.write_dl(
+                list(list_help(args[place + 1], tree.resolved(), Importer(ctx.params["allowed"] or None)))
+            )
+        click.echo(formatter.getvalue(), nl=False)
+        raise click.exceptions.Exit(SUCCEEDED)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, and the fields with what they may be and their defaults."""

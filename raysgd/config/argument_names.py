@@ -220,7 +220,7 @@ def _shorten(value: Any) -> str:
     return given if len(given := repr(value)) <= 80 and "\n" not in given else f"<{type(value).__name__}>"
 
 
-def nearest(name: object, known: Collection[str]) -> str:
+def nearest(name: object, known: Collection[str], *, cutoff: float = 0.6) -> str:
     """Return ``" (did you mean 'x'?)"`` for the known name that is most like this one, or ``""``."""
-    close = difflib.get_close_matches(str(name), [str(each) for each in known], n=1)
+    close = difflib.get_close_matches(str(name), [str(each) for each in known], n=1, cutoff=cutoff)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -11,14 +11,15 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from raysgd import config
+from raysgd.backends.registry import resolve_backend
 from raysgd.config.argument_names import check_known, nearest
-from raysgd.config.checks import check_choice
+from raysgd.config.checks import check_bool, check_choice, split_path
 from raysgd.declarative.fields import (
     CONFIG,
     Amount,
@@ -27,6 +28,7 @@ from raysgd.declarative.fields import (
     Count,
     FieldError,
     FullName,
+    List,
     Maybe,
     Path,
     Section,
@@ -38,6 +40,8 @@ from raysgd.declarative.fields import (
 )
 from raysgd.declarative.hooks import HOOKS
 from raysgd.declarative.values import is_full_name, read_none
+from raysgd.engine.config import EngineConfig
+from raysgd.errors import ConfigError
 
 RunMode = Literal["run", "compile"]
 SaveType = Literal["sharded", "deduped", "merged"]
@@ -276,6 +280,8 @@ class CheckpointConfig(Section):
     resume_from: Maybe[Path] = None
 
     def __post_init__(self) -> None:
+        with of_field("save_dir"):
+            split_path("save_dir", self.save_dir)
         if self.every_n_train_steps is not None and self.every_n_epochs is not None:
             raise FieldError(
                 ("every_n_epochs",),
@@ -304,6 +310,17 @@ class LogConfig(ComponentConfig):
         if (name := self.known_logger) is not None:
             with of_field("args", names=self.args):
                 check_known(name, self.args, LOGGERS[name], {})
+                self.make_known()
+
+    def make_known(self) -> Any:
+        """Make the callback of a known logger."""
+        from raysgd.callbacks.tensorboard import TensorBoardCallback  # not for a start without them
+        from raysgd.callbacks.wandb import WandbCallback
+
+        given = {name: str(value) for name, value in self.args.items() if value is not None}
+        if self.known_logger == "WandbLogger":
+            return WandbCallback(**given)
+        return TensorBoardCallback(subdir=given.get("name", "tensorboard"))
 
     @property
     def known_logger(self) -> str | None:
@@ -406,6 +423,11 @@ class TrainerArgs(Section):
         search: A search with Ray Tune.
     """
 
+    FURTHER: ClassVar[Mapping[str, str]] = {
+        **{each.name: f"engine.{each.name}" for each in dataclasses.fields(EngineConfig)},
+        **{name: f"trainer.{name}" for name in _TRAINER_ARGUMENTS},
+    }
+
     compute_config: Maybe[ComputeConfig] = None
     gen_savedir: Path = "./.nnscaler"
     pas_policy: Annotated[Text, AfterValidator(_check_policy)] = "autodist"
@@ -418,7 +440,7 @@ class TrainerArgs(Section):
     dataset_sampler: DatasetSamplerConfig = field(default_factory=DatasetSamplerConfig)
     lr_scheduler: Maybe[LRSchedulerConfig] = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: list[LogConfig] = field(default_factory=list)
+    log: List[LogConfig] = field(default_factory=list)
     hook: Annotated[HookConfig | dict[str, FullName] | None, BeforeValidator(_read_hook)] = None
     precision: Maybe[TensorPrecision | dict[TensorType, TensorPrecision]] = None
     micro_batch_size: Count = 1
@@ -453,18 +475,29 @@ class TrainerArgs(Section):
         self._check_trainer()
 
     def _check_trainer(self) -> None:
-        with of_field("trainer", names=self.trainer):
-            check_known("trainer", self.trainer, _TRAINER_ARGUMENTS, {})
-            given = {name: self.trainer[name] for name in _OF_WORKERS if name in self.trainer}
-            config.ScalingConfig(**given | {"num_workers": self.num_workers})
+        given = self.trainer
+        with of_field("trainer", names=given):
+            check_known("trainer", given, _TRAINER_ARGUMENTS, {})
+            of_workers = {name: given[name] for name in _OF_WORKERS if name in given}
+            config.ScalingConfig(**of_workers | {"num_workers": self.num_workers})
+            config.RunConfig(name="any", **{name: given[name] for name in ("detached", "ray_address") if name in given})
+            check_bool("deterministic", given.get("deterministic", False))
+            resolve_backend(given.get("backend", "torch"), given.get("backend_args"))
+            if not isinstance(given.get("runtime_env") or {}, Mapping):
+                raise ConfigError(f"runtime_env={given['runtime_env']!r} is not a mapping; give its fields by name.")
         for name, kind in (("failure_config", config.FailureConfig), ("checkpoint_config", config.CheckpointConfig)):
-            inner = self.trainer.get(name) or {}
+            inner = given.get(name) or {}
             if not isinstance(inner, Mapping):
                 raise FieldError(
                     ("trainer", name), f"trainer.{name}={inner!r} is not a mapping; give its fields by name."
                 )
             with of_field("trainer", name, names=inner):
                 kind(**inner)
+                if taken := sorted({"num_to_keep", "keep_best", "links"} & set(inner)):
+                    raise ConfigError(
+                        f"{taken[0]} is set by the section checkpoint: give keep_last_n_checkpoints, save_best or "
+                        "symlink_best_and_last there."
+                    )
 
     @property
     def num_workers(self) -> int | tuple[int, float]:

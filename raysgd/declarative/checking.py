@@ -15,12 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
+from raysgd.config import ScalingConfig
 from raysgd.config.argument_names import nearest
 from raysgd.declarative.args import TrainerArgs, as_values
-from raysgd.declarative.fields import FieldError
+from raysgd.declarative.fields import FieldError, of_field
 from raysgd.declarative.reading import Tree
-from raysgd.declarative.strategies import engine_fields
+from raysgd.declarative.strategies import check_sizes, engine_fields, is_planned
 from raysgd.declarative.values import TYPE_KEY, VALUE_KEY, VALUE_TYPE_KEY, ComponentError, Importer, is_full_name
+from raysgd.engine.config import EngineConfig
 
 #: Fields outside of sections of components that have the full name of a function.
 _FUNCTIONS = (("init_env_fn",), ("optimizer", "aggregate_outputs_fn"), ("dataloader", "train_args", "collate_fn"))
@@ -47,7 +49,11 @@ def load_args(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tr
     with tree.naming_places():
         check_names(args)
         if not is_full_name(args.pas_policy):  # it adds fields, and is called when the training starts
-            engine_fields(args, Importer())
+            engine = EngineConfig.of(engine_fields(args, Importer()))
+            if not is_planned(args):
+                with of_field("engine", names=args.engine):
+                    ScalingConfig(num_workers=args.num_workers, workers_per_replica=engine.workers_per_replica)
+                check_sizes(args, args.num_workers, engine.workers_per_replica)
         if args.search is not None:
             from raysgd.declarative.searching import check_search  # imports Ray
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +21,10 @@ from raysgd.config import CheckpointConfig, FailureConfig, RunConfig
 from raysgd.config.checks import check_choice, from_mapping, split_path
 from raysgd.declarative.args import TrainerArgs, as_values
 from raysgd.declarative.checking import check_names, importing_from
-from raysgd.declarative.fields import FieldError, of_field
+from raysgd.declarative.fields import of_field
 from raysgd.declarative.loggers import make_callbacks
 from raysgd.declarative.reading import Tree, args_of, merge
-from raysgd.declarative.strategies import Strategies, decide, list_warnings
+from raysgd.declarative.strategies import Strategies, check_sizes, decide, list_warnings
 from raysgd.declarative.values import Importer
 from raysgd.engine.config import EngineConfig
 from raysgd.errors import CheckpointNotFoundError, ConfigError
@@ -228,12 +227,6 @@ class _Job:
             "links": keeps_links and saved.symlink_best_and_last,
         }
         more = given.pop("checkpoint_config", None) or {}
-        if taken := sorted(set(own) & set(more)):
-            raise FieldError(
-                ("trainer", "checkpoint_config", taken[0]),
-                f"trainer.checkpoint_config.{taken[0]} is set by the section checkpoint: give keep_last_n_checkpoints, save_best "
-                "or symlink_best_and_last there.",
-            )
         checkpoint = from_mapping(CheckpointConfig, {**own, **more}, "trainer.checkpoint_config")
         failure = from_mapping(FailureConfig, given.pop("failure_config", None) or {}, "trainer.failure_config")
         each = strategies.config.workers_per_replica
@@ -260,26 +253,6 @@ def split_folder(save_dir: str) -> tuple[str, str]:
     """
     with of_field("checkpoint", "save_dir"):
         return split_path("checkpoint.save_dir", save_dir)
-
-
-def check_sizes(args: TrainerArgs, workers: Any, each: int) -> None:
-    """Check that groups of every size that an elastic training may have take the rows of an optimizer step evenly.
-
-    Raises:
-        ConfigError: One does not; the message names it, and batches with which all do.
-    """
-    low, high = workers if isinstance(workers, tuple) and len(workers) == 2 else (workers, workers)
-    rows, micro = args.rows_per_step, args.micro_batch_size
-    replicas = range(max(1, int(low) // each), int(min(high, rows // micro * each)) // each + 1)
-    unfit = [number for number in replicas if rows % (micro * number)]
-    if not unfit and replicas:
-        return
-    multiple = micro * math.lcm(*(replicas or [max(1, int(low) // each)]))
-    raise ConfigError(
-        f"trainer.num_workers {workers}: {unfit[0] * each if unfit else low} workers cannot take {rows} rows of an optimizer "
-        f"step in micro-batches of {micro}; give a global_batch_size that is a multiple of {multiple}, or other numbers of "
-        "workers."
-    )
 
 
 def find_start(args: TrainerArgs) -> FoundCheckpoint:

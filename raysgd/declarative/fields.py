@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, TypeVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -22,7 +23,7 @@ from pydantic_core import ArgsKwargs, ErrorDetails
 
 from raysgd._util.text import with_article
 from raysgd.config.argument_names import nearest
-from raysgd.declarative.values import NO_FULL_NAME, is_full_name, read_none, read_settings, read_value
+from raysgd.declarative.values import NO_FULL_NAME, read_none, read_settings, read_value
 from raysgd.errors import ConfigError, UnknownArgumentError
 
 T = TypeVar("T")
@@ -80,9 +81,10 @@ Path = Annotated[Text, AfterValidator(_check_path)]
 #: The full name of a class or function.
 FullName = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)+$")]
 #: Arguments of a component, whose texts are read when it is made.
-Args = dict[str, Any]
+Args = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if read_none(value) is None else value)]
 #: Values that nothing else reads.
-Settings = Annotated[dict[str, Any], BeforeValidator(read_settings)]
+Settings = Annotated[Args, BeforeValidator(read_settings)]
+List = Annotated[list[T], BeforeValidator(lambda value: [] if read_none(value) is None else value)]
 Maybe = Annotated[T | None, BeforeValidator(read_none)]
 
 #: What is said of a value, by the type of pydantic's error.
@@ -93,9 +95,9 @@ _SENTENCES = {
     "float_type": "is {kind}; give a number.",
     "greater_than_equal": "is too small; give {ge} or more.",
     "int_type": "is {kind}; give an int.",
-    "list_type": "is not a list.",
+    "list_type": "is not a list; give [{given}].",
     "literal_error": "is not known; give {expected}{close}.",
-    "string_pattern_mismatch": NO_FULL_NAME,
+    "string_pattern_mismatch": f"{NO_FULL_NAME[:-1]}{{close}}.",
     "string_type": "is {kind}; give a text.",
 }
 
@@ -117,9 +119,10 @@ def _explain(errors: list[ErrorDetails]) -> FieldError:
         return FieldError(path, f"{name} is missing; give the full name of a class or function, such as my.{path[0]}.")
     if value in (None, "", {}):
         return FieldError(path, f"{name} is empty; give a value, or leave it out.")
-    close = nearest(value, re.findall(r"'([^']*)'", str(context.get("expected"))))
+    expected = [str(each.get("ctx", {}).get("expected")) for each in errors if each["loc"][:1] == error["loc"][:1]]
+    close = nearest(value, re.findall(r"'([^']*)'", " ".join(expected)))
     sentence = _SENTENCES.get(error["type"], "cannot be used: {msg}.")
-    context |= {"kind": with_article(type(value).__name__), "close": close, "msg": error["msg"]}
+    context |= {"kind": with_article(type(value).__name__), "close": close, "msg": error["msg"], "given": value}
     return FieldError(path, f"{name}={value!r} {sentence.format(**context)}")
 
 
@@ -138,7 +141,13 @@ CONFIG = ConfigDict(extra="forbid", defer_build=True)
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
 class Section(metaclass=_Explained):
-    """Fields of a training, as a frozen dataclass."""
+    """Fields of a training, as a frozen dataclass.
+
+    Attributes:
+        FURTHER: Where names stand that are neither fields nor those of a section in it.
+    """
+
+    FURTHER: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -146,14 +155,42 @@ class Section(metaclass=_Explained):
         """Check that all fields exist; a component may be written as its class alone."""
         if isinstance(given, cls):
             return given
-        values = (given.kwargs or {}) if isinstance(given, ArgsKwargs) else {} if given is None else given
+        given = (given.kwargs or {}) if isinstance(given, ArgsKwargs) else read_none(given)
+        values = {} if given is None else given
         known = [each.name for each in dataclasses.fields(cls)]
-        if isinstance(values, str) and "type" in known and is_full_name(values):
+        if isinstance(values, str) and "type" in known:
             return {"type": values}
         if not isinstance(values, Mapping):
             also = " or the full name of a class" if "type" in known else ""
             raise FieldError((), f"{values!r} is not a mapping of names to values{also}.")
         for name in values:
             if name not in known:
-                raise UnknownFieldError((str(name),), f"there is no such field{nearest(str(name), known)}.")
-        return values if given is None else given
+                raise UnknownFieldError((str(name),), f"there is no such field{cls._suggest(str(name), known)}.")
+        return values
+
+    @classmethod
+    def _suggest(cls, name: str, known: list[str]) -> str:
+        """Return a hint to the nearest field, which may be in a section, or else to the arguments of a component."""
+        longer: dict[str, str] = {}
+        for section, kind in get_type_hints(cls, include_extras=True).items():
+            for inner in _sections_of(kind):
+                for each in dataclasses.fields(inner):
+                    longer[each.name] = f"{section}.{each.name}" if each.name not in longer else each.name
+        of_args = {name: f"args.{name}"} if "args" in known else {}
+        names = {**of_args, **cls.FURTHER, **longer, **{each: each for each in known}}
+        close = (
+            nearest(name, longer, cutoff=1)
+            or nearest(name, known, cutoff=0.75)
+            or nearest(name, {**longer, **dict.fromkeys(known)})
+            or nearest(name, {**of_args, **cls.FURTHER})
+        )
+        return re.sub(r"'(.*)'", lambda found: repr(names[found[1]]), close)
+
+
+def _sections_of(kind: Any) -> Iterator[type[Section]]:
+    """Yield the section that a field is, or may be."""
+    if isinstance(kind, type) and issubclass(kind, Section):
+        yield kind
+    elif get_origin(kind) in (Annotated, Union, UnionType):
+        for each in get_args(kind):
+            yield from _sections_of(each)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from raysgd.callbacks.base import Callback
-from raysgd.callbacks.tensorboard import TensorBoardCallback
-from raysgd.callbacks.wandb import WandbCallback
 from raysgd.declarative.args import TrainerArgs, as_values
 from raysgd.declarative.fields import of_field
 from raysgd.declarative.values import Importer
@@ -22,16 +20,13 @@ def make_callbacks(args: TrainerArgs, importer: Importer) -> tuple[list[Callback
     callbacks: list[Callback] = []
     warnings: list[str] = []
     for place, log in enumerate(args.log):
-        given = {name: value for name, value in log.args.items() if value is not None}
-        if log.known_logger == "TensorBoardLogger":
-            if "root_dir" in given:
+        if log.known_logger is not None:
+            if "root_dir" in log.args:
                 warnings.append("TensorBoardLogger: the files are written to the run's folder, not to root_dir.")
-            callbacks.append(TensorBoardCallback(subdir=str(given.get("name") or "tensorboard")))
+            callbacks.append(log.make_known())
             continue
         with of_field("log", str(place)):
-            if log.known_logger == "WandbLogger":
-                callbacks.append(WandbCallback(**given))
-            elif isinstance(kind := importer.load(log.type), type) and issubclass(kind, Callback):
+            if isinstance(kind := importer.load(log.type), type) and issubclass(kind, Callback):
                 callbacks.append(importer.build(log.type, log.args))
             elif not callable(getattr(kind, "log_metrics", None)) and isinstance(kind, type):
                 raise ConfigError(

@@ -20,13 +20,14 @@ from raysgd._util.logs import get_logger
 from raysgd.config.argument_names import nearest
 from raysgd.declarative.args import NOT_NEEDED, TrainerArgs
 from raysgd.declarative.fields import FieldError
-from raysgd.declarative.values import BOOL_WORDS, TYPE_KEY, guess, is_full_name, read_plain, read_settings
+from raysgd.declarative.schema import list_defaults
+from raysgd.declarative.values import BOOL_WORDS, TYPE_KEY, entry_of, guess, is_full_name, read_plain, read_settings
 from raysgd.errors import ConfigError, UnknownArgumentError
 
 _Path = tuple[str, ...]
 _NOTHING: Any = object()
 #: ``$(a.b)`` is a field, ``${NAME}`` a field or a variable of the environment; ``$$(`` and ``$${`` are the texts themselves.
-_REFERENCE = re.compile(r"\$\$(?=[({])|\$\(([\w.-]+)\)|\$\{([^{}]*)\}")
+_REFERENCE = re.compile(r"\$\$(?=[({])|\$\(([\w.-]+)\)|\$\{\s*([^{}]*?[^{}\s])\s*\}")
 #: Sections below which the keys of mappings are any.
 _OPEN_SECTIONS = ("trainer", "search", "compute_config")
 COMMAND_LINE = "the command line"
@@ -160,14 +161,17 @@ class Tree:
             found = _entry(inside, key)
             if isinstance(inside, list) and found is _NOTHING:
                 if key != len(inside) or not makes:
-                    raise ConfigError(f"{place}: {str(key)!r} is not the number of an entry; give 0 to {len(inside)}.")
+                    free = f"{len(inside)}, which appends one" if makes else f"at most {len(inside) - 1}"
+                    raise ConfigError(
+                        f"{place}: {'.'.join(path[:-1])} has no entry {str(key)!r}; it has {len(inside)}: give {free}."
+                    )
                 inside.append(None)
             if not parts:
                 return inside, key, path
             if found in (_NOTHING, None):
                 found = [] if parts[0].isdecimal() else {}
                 self.places[path] = place
-            elif is_full_name(found) and path[:-1] in ((), ("log",)):
+            elif isinstance(found, str) and (path[:-1] == ("log",) or (len(path) == 1 and is_full_name(found))):
                 found = {"type": found}  # the short form of a component
             elif not isinstance(found, (dict, list)):
                 raise UnknownArgumentError(f"{place}: {'.'.join(path)} is {found!r}, which has no field {parts[0]!r}.")
@@ -222,10 +226,17 @@ class Tree:
         while parts:
             key, num_parts = _key_of(inside, parts, at)
             if (found := _entry(inside, key)) is _NOTHING:
+                if (default := _default_of(name.split("."))) is not None:
+                    return default
                 if variable is not None and variable in os.environ:
                     return os.environ[variable]
                 what = "not set" if variable is None else "neither a field nor a variable of the environment"
-                close = nearest(parts[0], [str(each) for each in inside] if isinstance(inside, dict) else [])
+                known = [str(each) for each in inside] if isinstance(inside, dict) else []
+                close = nearest(
+                    parts[0], known if at else [*known, *list_defaults(), *(os.environ if variable else ())]
+                )
+                if name in os.environ:
+                    close = f"; write ${{{name}}} for the variable of the environment"
                 raise ConfigError(
                     f"{self.place_of(path)}: {reference[0]} refers to {name}, which is {what}{close}; ${reference[0]} is the "
                     "text itself."
@@ -328,6 +339,13 @@ def check_classes(before: Any, after: Any, changed: Sequence[_Path], path: _Path
             )
 
 
+def _default_of(parts: Sequence[str]) -> Any:
+    found: Any = list_defaults()
+    for part in parts:
+        found = entry_of(found, part)
+    return found
+
+
 def _entry(inside: Any, key: Any) -> Any:
     """Return the value of a key or the entry of a number; `_NOTHING` if there is none."""
     try:
@@ -380,7 +398,7 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
             yield f"{word} {words[place]}", name, words[place]
             place += 1
         else:
-            yield word, name, True
+            yield f"{word} without a value", name, True
 
 
 def _read_word(text: str, path: _Path, place: str) -> Any:
@@ -392,8 +410,10 @@ def _read_word(text: str, path: _Path, place: str) -> Any:
         return value
     try:
         loader = _Loader(text, place, {})
-    except ConfigError:  # a text, such as "[CLS] first"
-        return text
+    except ConfigError as error:
+        if _REFERENCE.search(text) and text.endswith(("]", "}")):
+            raise ConfigError(f"{error}") from None
+        return text  # such as "[CLS] first"
     return loader.read(loader.root, path)
 
 
@@ -433,7 +453,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             line = "" if mark is None else f", line {mark.line + 1}"
-            raise ConfigError(f"{name}{line}: {_explain(error)}.") from None
+            advice = "; in brackets, quote references: {a: '${NAME}'}" if "${" in text else ""
+            raise ConfigError(f"{name}{line}: {_explain(error)}{advice}.") from None
         except RecursionError:
             raise ConfigError(
                 f"{name}: values are nested too deeply to be read; write them with fewer levels."

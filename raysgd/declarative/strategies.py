@@ -5,6 +5,7 @@ Only `make_plan` imports torch, and the user's model and dataset.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -73,6 +74,27 @@ def engine_fields(args: TrainerArgs, importer: Importer) -> dict[str, Any]:
     return fields
 
 
+def check_sizes(args: TrainerArgs, workers: Any, each: int) -> None:
+    """Check that groups of every size that an elastic training may have take the rows of an optimizer step evenly.
+
+    Raises:
+        FieldError: One does not; the message names it, and batches with which all do.
+    """
+    low, high = workers if isinstance(workers, tuple) and len(workers) == 2 else (workers, workers)
+    rows, micro = args.rows_per_step, args.micro_batch_size
+    replicas = range(max(1, int(low) // each), int(min(high, rows // micro * each)) // each + 1)
+    unfit = [number for number in replicas if rows % (micro * number)]
+    if not unfit and replicas:
+        return
+    multiple = micro * math.lcm(*(replicas or [max(1, int(low) // each)]))
+    raise FieldError(
+        ("trainer", "num_workers") if "num_workers" in args.trainer else ("compute_config", "runtime_ngpus"),
+        f"{unfit[0] * each if unfit else low} workers cannot take {rows} rows of an optimizer "
+        f"step in micro-batches of {micro}; give a global_batch_size that is a multiple of {multiple}, or other numbers of "
+        "workers.",
+    )
+
+
 def _further_fields(args: TrainerArgs) -> dict[str, Any]:
     fields = {name.replace("-", "_"): value for name, value in args.engine.items()}
     for name, instead in _SET_BY_THE_LOOP.items():
@@ -114,6 +136,11 @@ class Strategies:
     plan: Any = None
 
 
+def is_planned(args: TrainerArgs) -> bool:
+    """Return whether the engine's plan decides about the strategies."""
+    return args.run_mode == "compile" or (args.pas_policy == "autodist" and args.compute.plan_ngpus > 1)
+
+
 def decide(args: TrainerArgs, importer: Importer) -> Strategies:
     """Decide about the strategies, by a plan for ``"autodist"`` with several workers for a replica, and for ``"compile"``.
 
@@ -121,7 +148,7 @@ def decide(args: TrainerArgs, importer: Importer) -> Strategies:
         ConfigError: They cannot be used, or no strategy fits.
     """
     fields = engine_fields(args, importer)
-    if args.run_mode == "compile" or (args.pas_policy == "autodist" and args.compute.plan_ngpus > 1):
+    if is_planned(args):
         plan = make_plan(args, fields, importer)
         names = {**fields, **plan.config.named()}
         names.pop("memory_per_device", None)  # of the plan; an engine takes it only with one

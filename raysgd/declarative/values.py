@@ -41,6 +41,13 @@ def is_full_name(name: Any) -> bool:
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
 
+def entry_of(inside: Any, name: str) -> Any:
+    """Return the value of a key, or the entry of a list by its number; None if there is none."""
+    if isinstance(inside, list):
+        return inside[int(name)] if name.isdecimal() and int(name) < len(inside) else None
+    return inside.get(name) if isinstance(inside, Mapping) else None
+
+
 class Importer:
     """Imports what full names stand for.
 

@@ -65,6 +65,8 @@ def test_schema_fits_the_examples_and_refuses_mistakes(capsys: pytest.CaptureFix
     right: list[dict[str, Any]] = [
         {"model": "my.Model", "max_epochs": "$(max_train_steps)", "hook": {"on_epoch_end": "my.fn"}},
         {"compute_config": {"use_end2end": True, "runtime_ngpus": None}, "gen_reuse": "moo"},
+        {"log": None, "dataloader": None, "trainer": None, "optimizer": {"type": "my.SGD", "args": None}},
+        {"log": ["TensorBoardLogger"]},
         {"precision": {"param": "bf16"}, "engine": {"zero_stage": 1}, "search": {"space": {"max_epochs": [1, 2]}}},
     ]
     wrong: list[dict[str, Any]] = [
@@ -91,6 +93,63 @@ def test_help_lists_all_fields_with_what_they_may_be_and_defaults(capsys: pytest
     named = set(re.findall(r"--([a-z_.0-9]+)", text.partition("Fields of the file:")[2]))
     assert named >= set(_names(as_values(args_of(SMALL))))
     assert "use_end2end" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--help", "checkpoint"],
+            ["--checkpoint {...} When checkpoints are saved.", "--checkpoint.save_dir TEXT Folder, or URI"],
+        ),
+        (["--help", "max_epochs"], ["--max_epochs N|none Epochs to train."]),
+        (
+            ["--model", "explained.Line", "--help", "model.args"],
+            [
+                "--model.args.width int Units of the layer. (needed)",
+                "--model.args.names tuple[str, ...] | None (default: None)",
+                "--model.args.options VALUE (further arguments)",
+            ],
+        ),
+        (["--optimizer=explained.sgd", "--help", "optimizer.args"], ["--optimizer.args.lr float (default: 0.1)"]),
+        (["-h", "dataset-sampler.train-args"], ["--dataset_sampler.train_args.shuffle bool"]),
+    ],
+)
+def test_help_of_a_name_explains_the_field_or_lists_the_arguments_of_the_class(
+    words: list[str],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "explained.py").write_text(
+        "from __future__ import annotations\n"
+        'class Line:\n    """A line.\n\n    Args:\n        width (int): Units of the layer.\n    """\n\n'
+        "    def __init__(self, width: int, names: tuple[str, ...] | None = None, **options): ...\n"
+        "def sgd(params, lr: float = 0.1): ...\n"
+    )
+    assert main(["train", *words]) == 0
+    sys.modules.pop("explained", None)
+    text = " ".join(capsys.readouterr().out.split())
+    assert [part for part in expected if part not in text] == []
+    assert not {"--max_train_steps", "params", "num_replicas"} & set(re.findall(r"[\w.-]+", text))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--help", "checkpoint.resume"], "there is no such field (did you mean 'checkpoint.resume_from'?)"),
+        (["--help", "model.args"], "the class is not known; give -f FILE or --model CLASS"),
+        (["--model", "builtins.dict", "--help", "model.args"], "builtins.dict does not say which arguments it takes"),
+        (["--model", "no_such.Line", "--help", "model.args"], "there is no module 'no_such'"),
+    ],
+)
+def test_help_of_a_name_that_does_not_exist_is_refused(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *words]) == 2
+    assert text in capsys.readouterr().err
 
 
 def _names(values: dict[str, Any], prefix: str = "") -> list[str]:
@@ -136,7 +195,10 @@ def test_what_is_printed_is_a_file_again(job: str, tmp_path: Path, capsys: pytes
             "model.type: my.Model may not be imported: --allow-import allows torch.",
         ),
         (["-f", "{job}", "--evaluate", "test"], "there is no data to evaluate: dataset.test_args is empty"),
-        (["-f", "{job}", "--checkpoint.save_dir", "/"], "checkpoint.save_dir='/' is the root of the file system"),
+        (
+            ["-f", "{job}", "--checkpoint.save_dir", "/"],
+            "checkpoint.save_dir: save_dir='/' is the root of the file system",
+        ),
     ],
 )
 def test_a_mistake_has_status_2(job: str, words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +242,10 @@ def test_every_size_of_an_elastic_group_takes_the_rows_of_a_step(
         ({"num_workers": [4, 2]}, "has its minimum above its maximum"),
         ({"failure_config": 3}, "trainer.failure_config=3 is not a mapping"),
         ({"checkpoint_config": 3}, "trainer.checkpoint_config=3 is not a mapping"),
-        ({"checkpoint_config": {"links": True}}, "trainer.checkpoint_config.links is set by the section checkpoint"),
+        (
+            {"checkpoint_config": {"links": True}},
+            "trainer.checkpoint_config.links: links is set by the section checkpoint",
+        ),
         ({"seed": 3}, "trainer.seed: trainer has no argument 'seed'"),
     ],
 )

@@ -185,7 +185,7 @@ def test_flags_change_entries_of_mappings_and_lists(tmp_path: Path, words: list[
     [
         (["--max_epochs.x", "1"], r"command line \(--max_epochs.x 1\): max_epochs is 1, which has no field 'x'"),
         (["--model.args.sizes.0.x", "1"], "model.args.sizes.0 is 5, which has no field 'x'"),
-        (["--model.args.sizes.1!"], "'1' is not the number of an entry"),
+        (["--model.args.sizes.1!"], "model.args.sizes has no entry '1'; it has 1: give at most 0"),
         (["--model.args.sizes-=7"], r"model.args.sizes has no entry '7'; it is \[5\]"),
         (["--model.type+=x"], "model.type is 'my.Model', not a list"),
         (["--model.args.a.b", "1"], r"model.args.a.b may be in 'a' or 'a.b'; give the mapping as a whole"),
@@ -222,6 +222,60 @@ def test_a_component_is_replaced_with_its_arguments_and_the_other_fields_of_its_
     short = load_args(path)
     assert isinstance(short.hook, HookConfig)
     assert (short.model.type, short.log[0].type, short.hook.type) == ("my.Model", "my.Logger", "my.Hook")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--resume_from", "last"], "no such field (did you mean 'checkpoint.resume_from'?)"),
+        (["--resume_form", "last"], "no such field (did you mean 'checkpoint.resume_from'?)"),
+        (["--save_dir", "x"], "no such field (did you mean 'checkpoint.save_dir'?)"),
+        (["--num_workers", "2"], "no such field (did you mean 'trainer.num_workers'?)"),
+        (["--zero_stage", "1"], "no such field (did you mean 'engine.zero_stage'?)"),
+        (["--optimizer.lr", "1"], "no such field (did you mean 'args.lr'?)"),
+        (["--modle", "my.Model"], "no such field (did you mean 'model'?)"),
+        (["--log", "[TensorBoardLoger]"], "log.0.type: type='TensorBoardLoger' is not the full name"),
+        (["--log", "[TensorBoardLoger]"], "(did you mean 'TensorBoardLogger'?)"),
+        (["--log", "TensorBoardLogger"], "log='TensorBoardLogger' is not a list; give [TensorBoardLogger]."),
+        (["--max_epochs"], "(--max_epochs without a value), max_epochs: max_epochs=True is a bool; give an int."),
+        (["--model.args.x", "{a: ${max_epochs}}"], "in brackets, quote references: {a: '${NAME}'}"),
+        (["--model.args.x", "$(HOME)"], "which is not set; write ${HOME} for the variable of the environment"),
+        (["--model.args.x", "${micro_batch}"], "(did you mean 'micro_batch_size'?)"),
+        (["--model.args.x", "$(seed)"], "$(seed) refers to seed, which is not set"),
+        (["--trainer.backend", "toch"], "trainer.backend: backend='toch' is not known (did you mean 'torch'?)"),
+        (["--trainer.runtime_env", "3"], "trainer.runtime_env: runtime_env=3 is not a mapping"),
+        (["--trainer.deterministic", "maybe"], "trainer.deterministic: deterministic='maybe' is not a bool"),
+        (["--trainer.num_workers", "3"], "trainer.num_workers: 3 workers cannot take 1 rows of an optimizer step"),
+        (["--engine.tensor_parallel", "3"], "engine: num_workers=1 with workers_per_replica=3"),
+        (["--log.0", "{type: WandbLogger, args: {mode: x}}"], "log.0.args.mode: WandbCallback(mode)='x' is not known"),
+        (["--log.0", "{type: TensorBoardLogger, args: {name: a b}}"], "log.0.args.name: TensorBoardCallback(subdir)="),
+    ],
+)
+def test_a_mistake_is_refused_when_the_file_is_read_and_the_message_says_what_to_write(
+    tmp_path: Path, words: list[str], text: str
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    with pytest.raises(ConfigError, match=re.escape(text)) as found:
+        load_args(path, words)
+    assert f"command line ({words[0]}" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["log", "trainer", "engine", "dataloader", "checkpoint", "model.args", "dataset.val_args"]
+)
+def test_a_section_without_entries_is_an_empty_one(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(merge(SMALL, {name: None})))
+    assert load_args(path) == args_of(SMALL)
+    path.write_text(yaml.safe_dump(SMALL))
+    assert load_args(path, [f"--{name}", "null"]) == args_of(SMALL)
+
+
+def test_a_reference_to_a_field_that_is_not_given_is_its_default(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(with_model({"a": "$(val_every_n_epochs)", "b": "${ checkpoint.save_dir }/x"})))
+    assert load_args(path).model.args == {"a": 1, "b": "./checkpoints/x"}
 
 
 def test_references_to_fields_the_environment_and_the_home_folder_are_resolved(
