@@ -393,6 +393,14 @@ class ReplacingCheckpoints(TrainHook):
         checkpoint["model"] = {}
 
 
+class Referring(MLP):
+    """Gets objects by reference."""
+
+    def __init__(self, rows: Any, again: Any, args: Any) -> None:
+        super().__init__(4, 1)
+        CALLS.append((rows is again and rows.values == [1.0, 2.0], args.vars["size"]))
+
+
 class DrawingSetup(TrainHook):
     def after_setup(self, trainer: Any) -> None:
         torch.rand(3)
