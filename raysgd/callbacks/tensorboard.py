@@ -26,7 +26,7 @@ class TensorBoardCallback(FileCallback):
     repeated after a failure, a restart mark makes TensorBoard drop the earlier values.
 
     Args:
-        subdir: Folder in the run's folder.
+        subdir: Folder in the run's folder, such as ``logs/tb``.
     """
 
     packages: ClassVar[Mapping[str, str]] = {"tensorboardX": "tensorboardX"}
@@ -34,12 +34,12 @@ class TensorBoardCallback(FileCallback):
     _writer: _EventFile | None = None
 
     def __init__(self, subdir: str = "tensorboard") -> None:
-        self._subdir = check_component("TensorBoardCallback(subdir)", subdir)
+        self._parts = [check_component("TensorBoardCallback(subdir)", part) for part in str(subdir).split("/")]
         self._last_step: int | None = None
 
     def on_run_start(self, info: RunInfo) -> None:
         self._last_step = None
-        self._folder = open_folder(info.run_dir, self._subdir)
+        self._folder = open_folder(info.run_dir, *self._parts)
         self._writer = _EventFile(str(self._folder.path))
         if info.config:
             rows = "".join(

@@ -39,14 +39,14 @@ from raysgd.declarative.fields import (
     of_field,
 )
 from raysgd.declarative.hooks import HOOKS
-from raysgd.declarative.values import is_full_name, read_none
+from raysgd.declarative.values import is_full_name, read_none, read_settings
 from raysgd.engine.config import EngineConfig
 from raysgd.errors import ConfigError
 
 RunMode = Literal["run", "compile"]
 SaveType = Literal["sharded", "deduped", "merged"]
 Interval = Literal["epoch", "step"]
-LossReduction = Literal["mean", "sum", "row-mean"]
+LossReduction = Literal["mean", "sum", "row-mean", "per-token-mean"]
 GradReduction = Literal["mean", "sum", "row-mean", "per-token-mean"]
 TensorType = Literal["param", "buffer", "input"]
 TensorPrecision = Literal["fp32", "fp16", "bf16", "none"]
@@ -68,6 +68,10 @@ NOT_NEEDED = {
     "gen_reuse": "no code is generated",
     "broadcast_strategy": "all workers start from equal weights",
     "instance_name": "a run is named by checkpoint.save_dir",
+    "dummy_sample_gen_fn": "a plan takes rows of the dataset",
+    "debug": "one reduction gives all replicas of the model the same gradients",
+    "log_progress_every_n_train_steps": "enable_progress_bar shows a line each second where there is no terminal",
+    "model.parallel_modules": "pas_policy and engine divide the model as a whole",
     "compute_config.use_end2end": "the model's forward always takes a batch and returns the loss",
     "compute_config.constant_folding": "the model is not traced into code",
     "compute_config.trace_strategy": "the model is not traced into code",
@@ -132,7 +136,7 @@ class ComponentConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
 class _OfStages(Section):
-    """What is made for training, validation and test by one class or function."""
+    """What is made for training, validation and test by one class or function; without arguments for a stage as for training."""
 
     type: FullName
     train_args: Args = field(default_factory=dict)
@@ -142,7 +146,7 @@ class _OfStages(Section):
     def args_of(self, stage: str) -> Mapping[str, Any]:
         """Return the arguments for ``"train"``, ``"val"`` or ``"test"``."""
         found: Mapping[str, Any] = getattr(self, f"{stage}_args")
-        return found
+        return found or self.train_args
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
@@ -164,8 +168,9 @@ class OptimizerConfig(ComponentConfig):
         type: Makes the optimizer; its first argument is the model's parameters.
         args: Its other arguments.
         clip_gnorm: Limit of the gradients' global norm. 0 or None: gradients are not clipped.
-        loss_reduction: The training loss that is reported: ``"mean"`` or ``"sum"`` over all micro-batches of a step, or
-            ``"row-mean"``: over all rows. A validation loss is always the mean over all rows.
+        loss_reduction: The training loss that is reported: ``"mean"`` or ``"sum"`` over all micro-batches of a step,
+            ``"row-mean"``: over all rows, or ``"per-token-mean"``: over the tokens that ``aggregate_outputs_fn`` returns. A
+            validation loss is always the mean over all rows.
         grad_reduction: ``"mean"`` or ``"sum"`` over all micro-batches of a step; ``"row-mean"``: of the mean over all rows, where
             micro-batches have different numbers of them; ``"per-token-mean"``: the sum of all gradients over the number of
             tokens, which ``aggregate_outputs_fn`` returns.
@@ -178,11 +183,12 @@ class OptimizerConfig(ComponentConfig):
     aggregate_outputs_fn: Maybe[FullName] = None
 
     def __post_init__(self) -> None:
-        if self.grad_reduction == "per-token-mean" and self.aggregate_outputs_fn is None:
-            raise FieldError(
-                ("grad_reduction",),
-                "grad_reduction='per-token-mean' needs aggregate_outputs_fn, a function that returns the number of tokens.",
-            )
+        for name in ("grad_reduction", "loss_reduction"):
+            if getattr(self, name) == "per-token-mean" and self.aggregate_outputs_fn is None:
+                raise FieldError(
+                    (name,),
+                    f"{name}='per-token-mean' needs aggregate_outputs_fn, a function that returns the number of tokens.",
+                )
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
@@ -195,6 +201,11 @@ class DatasetConfig(_OfStages):
         val_args: For validation; empty: there is none.
         test_args: For `raysgd.declarative.evaluate` with ``stage="test"``; empty: there is none.
     """
+
+    def args_of(self, stage: str) -> Mapping[str, Any]:
+        """Return the arguments of a stage; empty: it has no dataset."""
+        found: Mapping[str, Any] = getattr(self, f"{stage}_args")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
@@ -212,13 +223,20 @@ class DataloaderConfig(_OfStages):
 
     def __post_init__(self) -> None:
         for name in ("train_args", "val_args", "test_args"):
-            if "batch_size" in getattr(self, name):
+            given = read_settings(getattr(self, name))
+            if "batch_size" in given:
                 raise FieldError(
                     (name, "batch_size"), f"{name}.batch_size cannot be set: give micro_batch_size, which it always is."
                 )
-
-    def args_of(self, stage: str) -> Mapping[str, Any]:
-        return super().args_of(stage) or self.train_args
+            of_torch = (
+                ("shuffle", "batch_sampler") if self.type == type(self).type else ()
+            )  # a loader of yours may take them
+            for key in (key for key in of_torch if given.get(key)):
+                raise FieldError(
+                    (name, key),
+                    f"{name}.{key} cannot be set: dataset_sampler decides on the order and micro_batch_size on the batches; give "
+                    f"dataset_sampler.{name}.shuffle.",
+                )
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
@@ -228,8 +246,8 @@ class DatasetSamplerConfig(_OfStages):
     Attributes:
         type: Makes the sampler; takes ``dataset``, ``num_replicas`` and ``rank``.
         train_args: Its other arguments.
-        val_args: The same for validation.
-        test_args: The same for test.
+        val_args: The same for validation; empty: ``train_args``.
+        test_args: The same for test; empty: ``train_args``.
     """
 
     type: FullName = "torch.utils.data.DistributedSampler"
@@ -248,6 +266,26 @@ class LRSchedulerConfig(ComponentConfig):
     interval: Interval = "epoch"
 
 
+def _read_resume_from(value: Any) -> Any:
+    """Return which checkpoint is meant, which may be written with options of how nnScaler loads it."""
+    if not isinstance(value, Mapping):
+        return value
+    for name in value:
+        if name not in ("checkpoint", "with_merged", "convert_fn"):
+            raise UnknownFieldError(
+                (str(name),), f"there is no such field{nearest(name, ('checkpoint', 'with_merged'))}."
+            )
+    if read_none(value.get("convert_fn")) is not None:
+        raise FieldError(
+            ("convert_fn",),
+            "resume_from.convert_fn is not supported: checkpoints are those of raysgd. Save the converted weights as a file, and "
+            "give tracing_from_weights.",
+        )
+    if isinstance(found := value.get("checkpoint", "last"), Mapping):
+        raise FieldError(("checkpoint",), "resume_from.checkpoint is a mapping; give last, best or a path.")
+    return found
+
+
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
 class CheckpointConfig(Section):
     """Settings of checkpoints: when they are saved, and which are kept.
@@ -264,8 +302,8 @@ class CheckpointConfig(Section):
         every_n_train_steps: Optimizer steps between two checkpoints.
         every_n_epochs: Epochs between two checkpoints. If neither is given: 1.
         keep_last_n_checkpoints: The newest ones of all runs in ``save_dir`` to keep; None: all.
-        resume_from: ``last``, ``best``, or the path of a checkpoint or of a run. Without a last or best one, training starts from
-            the beginning.
+        resume_from: ``last``, ``best``, or the path of a checkpoint or of a run; also as ``{checkpoint: last}``. Without a
+            last or best one, training starts from the beginning.
     """
 
     save_dir: Path = "./checkpoints"
@@ -277,7 +315,7 @@ class CheckpointConfig(Section):
     every_n_train_steps: Maybe[Count] = None
     every_n_epochs: Maybe[Count] = None
     keep_last_n_checkpoints: Maybe[Count] = None
-    resume_from: Maybe[Path] = None
+    resume_from: Annotated[Maybe[Path], BeforeValidator(_read_resume_from)] = None
 
     def __post_init__(self) -> None:
         with of_field("save_dir"):
@@ -389,6 +427,9 @@ class TrainerArgs(Section):
     What raysgd adds stands at the end.
 
     Attributes:
+        init_module: A module that every worker imports first.
+        vars: Values of yours, to which references lead: ``$(vars.width)`` is the value, ``$!(vars.tokenizer)`` the object that is
+            made of it, once.
         compute_config: The devices. None: one worker.
         gen_savedir: Where ``run_mode="compile"`` writes the plan.
         pas_policy: How ``plan_ngpus`` workers divide a replica of the model: ``"autodist"``: as the engine's plan chooses;
@@ -411,7 +452,7 @@ class TrainerArgs(Section):
         grad_accumulation_steps: Micro-batches of a replica per optimizer step. None: 1, or what ``global_batch_size`` needs.
         max_epochs: Epochs to train.
         max_train_steps: Optimizer steps to train.
-        max_val_steps: Batches of a validation.
+        max_val_steps: Steps of a validation, which have as many micro-batches as optimizer steps.
         val_every_n_train_steps: Optimizer steps between two validations.
         val_every_n_epochs: Epochs between two validations. With every checkpoint there is one in any case.
         enable_progress_bar: Whether results are shown.
@@ -428,6 +469,8 @@ class TrainerArgs(Section):
         **{name: f"trainer.{name}" for name in _TRAINER_ARGUMENTS},
     }
 
+    init_module: Maybe[Text] = None
+    vars: Args = field(default_factory=dict)
     compute_config: Maybe[ComputeConfig] = None
     gen_savedir: Path = "./.nnscaler"
     pas_policy: Annotated[Text, AfterValidator(_check_policy)] = "autodist"

@@ -5,8 +5,10 @@ Neither Ray nor a component is imported, but Ray for a search.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -19,6 +21,8 @@ from raysgd.config import ScalingConfig
 from raysgd.config.argument_names import nearest
 from raysgd.declarative.args import TrainerArgs, as_values
 from raysgd.declarative.fields import FieldError, of_field
+from raysgd.declarative.hooks import HOOKS, TrainHook, count_arguments
+from raysgd.declarative.hooks import check_names as check_hook_names
 from raysgd.declarative.reading import Tree
 from raysgd.declarative.strategies import check_sizes, engine_fields, is_planned
 from raysgd.declarative.values import TYPE_KEY, VALUE_KEY, VALUE_TYPE_KEY, ComponentError, Importer, is_full_name
@@ -104,6 +108,8 @@ def check_names(args: TrainerArgs, importer: Importer | None = None) -> list[str
                     f"{'.'.join(path)} {name}: there is no module {module!r} in the working directory {os.getcwd()} or installed "
                     "here; the training fails if the workers have none either."
                 )
+        if not args.trainer.get("runtime_env"):
+            check_hooks(args)
     return missing
 
 
@@ -132,33 +138,114 @@ def explain_missing(name: str) -> str | None:
     The source is read, not executed, and no package is imported. Modules that are not written in Python, and those whose source
     does not show their names, such as one with ``from other import *``, may have any name.
     """
+    module, word = _find_module(name)
+    if module is None or word.startswith("__") or hasattr(sys.modules.get(module.name), word):
+        return None
+    source = _read_source(module)
+    words = set(re.findall(r"\w+", source))
+    if not source or word in words:
+        return None
+    close = nearest(word, [each for each in words if not each.startswith("_")])
+    return f"{name}: {module.name} has no {word!r}{close}."
+
+
+def _find_module(name: str) -> tuple[ModuleSpec | None, str]:
+    """Return the module of a full name without importing it, or None, and the part of the name that follows it."""
     first, *parts = name.split(".")
     if not is_full_name(name) or first == "__main__":  # that of a worker is another one
-        return None
+        return None, ""
     try:
         spec = importlib.util.find_spec(first)
         while spec is not None and parts:
             places, part = spec.submodule_search_locations, parts.pop(0)
             inner = None if places is None else PathFinder.find_spec(f"{spec.name}.{part}", list(places))
             if inner is None:
-                return _explain_missing_word(name, spec, part)
+                return spec, part
             spec = inner
     except (ImportError, KeyError, ValueError):  # made by a notebook, or a folder without __init__.py in a package
         pass
-    return None
+    return None, ""
 
 
-def _explain_missing_word(name: str, module: ModuleSpec, word: str) -> str | None:
+def _read_source(module: ModuleSpec) -> str:
+    """Return a module's source; empty if it is not written in Python, or does not show all names of the module."""
     path = str(module.origin)
-    if not path.endswith(".py") or word.startswith("__") or hasattr(sys.modules.get(module.name), word):
-        return None
+    if not path.endswith(".py"):
+        return ""
     try:
         with tokenize.open(path) as file:
             source = file.read()
     except (OSError, SyntaxError, ValueError):  # an import says more about these
-        return None
-    words = set(re.findall(r"\w+", source))
-    if word in words or _DYNAMIC.search(source):
-        return None
-    close = nearest(word, [each for each in words if not each.startswith("_")])
-    return f"{name}: {module.name} has no {word!r}{close}."
+        return ""
+    return "" if _DYNAMIC.search(source) else source
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------------
+
+
+def check_hooks(args: TrainerArgs) -> None:
+    """Check names and arguments of hooks, as far as the sources of their modules show them. Workers check all of them.
+
+    Raises:
+        FieldError: A method is named like a hook and is none, or a hook cannot be called with what hooks get.
+    """
+    for field in ("model", "optimizer", "lr_scheduler", "hook"):
+        part = getattr(args, field)
+        if isinstance(part, Mapping):
+            for name, function in part.items():
+                word, definitions = _find_definitions(function)
+                with of_field(field, name):
+                    _check_hook(name, f"{field}.{name} {function}", definitions.get(word))
+        elif part is not None:
+            kinds = [
+                kind for kind, is_hook in _list_classes(*_find_definitions(part.type)) if is_hook or field == "hook"
+            ]
+            with of_field(field, "type"):
+                for node in (node for kind in kinds for node in kind.body if isinstance(node, ast.FunctionDef)):
+                    check_hook_names(f"{field}.type {part.type}", [node.name])
+                    _check_hook(node.name, f"{part.type}.{node.name}", node, is_method=True)
+
+
+def _find_definitions(name: str) -> tuple[str, dict[str, ast.stmt]]:
+    """Return the last part of a full name, and the classes and functions of its module by their names, without importing it."""
+    module, word = _find_module(name)
+    try:
+        nodes = [] if module is None else ast.parse(_read_source(module)).body
+    except (SyntaxError, ValueError):
+        nodes = []
+    return word, {node.name: node for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+
+
+def _list_classes(name: str, definitions: dict[str, ast.stmt]) -> list[tuple[ast.ClassDef, bool]]:
+    """Return a class and the bases that its module defines, each with whether it is a `TrainHook`."""
+    kind = definitions.get(name)
+    if not isinstance(kind, ast.ClassDef):
+        return []
+    others = {other: node for other, node in definitions.items() if other != name}
+    bases = [ast.unparse(base) for base in kind.bases]
+    inherited = [found for base in bases for found in _list_classes(base, others)]
+    is_hook = any(base.rpartition(".")[2] == TrainHook.__name__ for base in bases) or any(each for _, each in inherited)
+    return [(kind, is_hook), *inherited]
+
+
+def _check_hook(name: str, what: str, node: ast.stmt | None, *, is_method: bool = False) -> None:
+    if not isinstance(node, ast.FunctionDef) or name not in HOOKS:
+        return
+    decorators = [ast.unparse(each) for each in node.decorator_list]
+    if decorators in ([], ["staticmethod"]):  # others may change the arguments
+        count_arguments(name, what, _signature_of(node.args, is_bound=is_method and not decorators))
+
+
+def _signature_of(given: ast.arguments, *, is_bound: bool) -> inspect.Signature:
+    kind = inspect.Parameter
+    positional = [*given.posonlyargs, *given.args]
+    num_needed = len(positional) - len(given.defaults)
+    parameters = [
+        kind(each.arg, kind.POSITIONAL_OR_KEYWORD, default=kind.empty if place < num_needed else None)
+        for place, each in enumerate(positional)
+    ][is_bound:]
+    if given.vararg is not None:
+        parameters.append(kind(given.vararg.arg, kind.VAR_POSITIONAL))
+    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        parameters.append(kind(each.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else None))
+    return inspect.Signature(parameters)

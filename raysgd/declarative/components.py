@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, de
 from raysgd._util.logs import get_logger
 from raysgd._util.text import with_article
 from raysgd.declarative.args import HookConfig, TrainerArgs
-from raysgd.declarative.hooks import HOOKS, FunctionHooks
+from raysgd.declarative.hooks import HOOKS
 from raysgd.declarative.values import ComponentError, Importer, naming
 from raysgd.session import api, context, rank_state
 from raysgd.torch.loader import PreparedLoader, make_batch_seeds, prepare_data_loader
@@ -96,32 +97,32 @@ def seed_rows(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def make_hooks(args: TrainerArgs, importer: Importer) -> list[Any]:
-    """Make the configured hooks: one object, or none."""
+def make_hooks(args: TrainerArgs, importer: Importer) -> dict[str, Any]:
+    """Make the configured hooks: one object, by the name that messages give it, or none."""
     if isinstance(args.hook, HookConfig):
         with naming("hook"):
             hook = importer.build(args.hook.type, args.hook.args)
         if not any(callable(getattr(hook, name, None)) for name in HOOKS):
             raise ComponentError(
-                f"hook.type {args.hook.type} has no method of a TrainHook, such as {', '.join(HOOKS[:3])}."
+                f"hook.type {args.hook.type} has no method of a TrainHook, such as {', '.join(list(HOOKS)[:3])}."
             )
-        return [hook]
+        return {f"hook.type {args.hook.type}": hook}
     given = {} if args.hook is None else args.hook
-    return [FunctionHooks({name: load_function(importer, value, f"hook.{name}") for name, value in given.items()})]
+    functions = {name: load_function(importer, value, f"hook.{name}") for name, value in given.items()}
+    return {"hook": SimpleNamespace(**functions)}
 
 
-def make_loader(args: TrainerArgs, importer: Importer, stage: str) -> Any:
-    """Make the loader of a stage, ``"train"``, ``"val"`` or ``"test"``; None if the stage has no dataset."""
+def make_dataset(args: TrainerArgs, importer: Importer, stage: str) -> Any:
+    """Make the dataset of a stage, ``"train"``, ``"val"`` or ``"test"``; None if the stage has none."""
     if stage != "train" and not args.dataset.args_of(stage):
         return None
     with naming(f"dataset, {stage}_args"):
-        dataset = importer.build(args.dataset.type, args.dataset.args_of(stage))
+        return importer.build(args.dataset.type, args.dataset.args_of(stage))
+
+
+def make_loader(args: TrainerArgs, importer: Importer, stage: str, dataset: Any) -> Any:
+    """Make the loader of a stage's dataset."""
     given = _without(args.dataloader.args_of(stage), _OF_LOADERS)
-    if taken := sorted({"shuffle", "batch_sampler"} & set(given)):
-        raise ComponentError(
-            f"dataloader.{stage}_args.{taken[0]} cannot be set: dataset_sampler decides on the order and micro_batch_size on the "
-            "batches; give dataset_sampler.train_args.shuffle."
-        )
     if "collate_fn" in given and isinstance(given["collate_fn"], str):
         given["collate_fn"] = load_function(importer, given["collate_fn"], f"dataloader.{stage}_args.collate_fn")
     sampler = _make_sampler(args, importer, stage, dataset)

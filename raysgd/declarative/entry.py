@@ -123,6 +123,7 @@ def plan_training(args: TrainerArgs, *, allow_import: Sequence[str] | None = Non
         ConfigError: A component cannot be made, or the model fits nowhere.
     """
     importer = Importer(allow_import)
+    importer.refer_to(args)
     with Tree().naming_places(), importing_from(os.getcwd()):
         check_names(args, importer)
         return decide(replace(args, run_mode="compile"), importer).plan
@@ -191,6 +192,7 @@ class _Job:
     def of(cls, args: TrainerArgs | Mapping[str, Any], allow_import: Sequence[str] | None) -> _Job:
         args = args_of(as_values(args) if isinstance(args, TrainerArgs) else args)
         importer = Importer(allow_import)
+        importer.refer_to(args)
         with Tree().naming_places(), importing_from(os.getcwd()):
             missing = check_names(args, importer)
             callbacks, warnings = make_callbacks(args, importer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from raysgd.declarative.components import (
     Batches,
     find_loss,
     load_function,
+    make_dataset,
     make_hooks,
     make_loader,
     make_model,
@@ -41,6 +43,10 @@ from raysgd.train.loop import LoopSettings, Stepper
 from raysgd.train.loop import train as run_loop
 
 _logger = get_logger()
+#: The parts of a checkpoint that hooks may change before they are restored.
+_RESTORED = ("model", "optimizer", "lr_scheduler")
+#: What the loop itself saves for each rank: the generators when the epoch began, and the position of the loader.
+_OF_THE_LOOP = ("raysgd_epoch_generators", "raysgd_loader")
 
 
 class TrainingLoop(Stepper):
@@ -52,11 +58,13 @@ class TrainingLoop(Stepper):
         model: What the engine made of the model.
         optimizer: What the engine made of the optimizer.
         lr_scheduler: The scheduler, or None.
-        dataloader: The loaders, by ``"train"``, ``"val"`` and ``"test"``; None where there is no dataset.
+        dataset, dataloader: Datasets and loaders, by ``"train"``, ``"val"`` and ``"test"``; None where there is no dataset.
+        total_train_steps_per_epoch: Optimizer steps of an epoch; None if the loader has no length.
+        max_train_steps: Optimizer steps of the training, by ``max_epochs`` and ``max_train_steps``; None if that is not known.
         loggers: Own loggers, on rank 0.
         train_status: How far it has come; also as ``position``.
-        rank: World rank.
-        world_size: Workers.
+        rank, local_rank, node_rank: World rank, rank among the workers of the node, and rank of the node.
+        world_size, local_world_size: Workers, and those of the node.
         sync_group: The process group of the replicas of the model; None in a world of one.
         state: A dict for hooks.
     """
@@ -68,7 +76,8 @@ class TrainingLoop(Stepper):
     ) -> None:
         self._metric = metric  # of a search: results without it are not reported
         self.train_args = args
-        self.rank, self.world_size = api.world_rank(), api.world_size()
+        self.rank, self.local_rank, self.node_rank = api.world_rank(), api.local_rank(), api.node_rank()
+        self.world_size, self.local_world_size = api.world_size(), api.local_world_size()
         self.state: dict[str, Any] = {}
         self.position = TrainStatus()
         self._importer = importer
@@ -77,9 +86,13 @@ class TrainingLoop(Stepper):
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
         self.loggers: list[Any] = []
+        self.dataset: dict[str, Any] = {}
         self.dataloader: dict[str, Any] = {}
+        self.total_train_steps_per_epoch: int | None = None
+        self.max_train_steps: int | None = None
         self.engine = Engine(engine_config)
         self._metrics: dict[str, Any] = {}
+        self._logged: dict[str, Any] = {}  # by hooks, since the newest report
         self._val_loss: float | None = None  # of the newest validation
         self._epoch_generators: Any = None
         self._resumed: tuple[Any, Any] = (None, None)  # of the loader, and of the generators when the epoch began
@@ -94,7 +107,14 @@ class TrainingLoop(Stepper):
     def train(self) -> dict[str, Any]:
         """Train from the newest checkpoint, or from the start; returns the newest metrics."""
         self._set_up("train", "val")
+        try:
+            return self._train()
+        finally:
+            self._hooks.call("on_finalize", self)
+
+    def _train(self) -> dict[str, Any]:
         self._load()
+        self._call_at_start("after_setup", self, is_again=self.position.steps > 0)
         settings = self._loop_settings()
         if settings.is_over(self.position):
             return self._results()
@@ -119,8 +139,12 @@ class TrainingLoop(Stepper):
         self._set_up(stage)
         if self._batches.get(stage) is None:
             raise ConfigError(f"there is no dataset for {stage!r}: dataset.{stage}_args is empty.")
-        self._load(continues=False)
-        loss = self._loss_of(stage)
+        try:
+            self._load(continues=False)
+            self._hooks.call("after_setup", self)
+            loss = self._loss_of(stage)
+        finally:
+            self._hooks.call("on_finalize", self)
         name = f"{stage}_loss"
         api.report({name: loss})
         return {name: loss}
@@ -129,6 +153,10 @@ class TrainingLoop(Stepper):
 
     def _set_up(self, *stages: str) -> None:
         args, importer = self.train_args, self._importer
+        importer.refer_to(args)
+        if args.init_module is not None:
+            importer.check_allowed(args.init_module, f"init_module {args.init_module}")
+            importlib.import_module(args.init_module)
         if args.init_env_fn is not None:
             load_function(importer, args.init_env_fn, "init_env_fn")(self)
         if api.world_size() > api.data_parallel_size() and args.seed is not None:
@@ -143,12 +171,17 @@ class TrainingLoop(Stepper):
                 with naming("lr_scheduler"):
                     return importer.build(str(of.type), of.args, optimizer)
 
-        self.dataloader = {stage: make_loader(args, importer, stage) for stage in stages}
+        self.dataset = {stage: make_dataset(args, importer, stage) for stage in stages}
+        self.dataloader = {
+            stage: None if dataset is None else make_loader(args, importer, stage, dataset)
+            for stage, dataset in self.dataset.items()
+        }
+        self._replicas = api.data_parallel_size()
+        self._accumulation = self._count_accumulation()
+        self._count_steps()
         self.model, self.optimizer, self.lr_scheduler, *_ = self.engine.compose(
             model=model, optimizer=optimizer, lr_scheduler_fn=make_scheduler
         )
-        self._replicas = api.data_parallel_size()
-        self._accumulation = self._count_accumulation()
         if self.world_size > 1:
             self.sync_group = self.engine.mesh["dp"].get_group()
         input_type = args.precision_of("input")
@@ -157,11 +190,11 @@ class TrainingLoop(Stepper):
             for stage, loader in self.dataloader.items()
         }
         self._aggregate = self._make_aggregation()
-        owners = [each for each in (model, optimizer, self.lr_scheduler) if isinstance(each, TrainHook)]
-        self._hooks = Hooks([*owners, *make_hooks(args, importer)])
+        parts = {"model": model, "optimizer": optimizer, "lr_scheduler": self.lr_scheduler}
+        owners = {name: each for name, each in parts.items() if isinstance(each, TrainHook)}
+        self._hooks = Hooks(owners | make_hooks(args, importer))
         if self.rank == 0:
             self._make_loggers()
-        self._hooks.call("after_setup", self)
 
     def _followed(self, loader: Any, stage: str) -> Any:
         if not isinstance(loader, PreparedLoader):
@@ -189,6 +222,18 @@ class TrainingLoop(Stepper):
                 f"{args.micro_batch_size} rows of a micro-batch: give a global_batch_size that is."
             )
         return accumulation
+
+    def _count_steps(self) -> None:
+        args = self.train_args
+        try:
+            self.total_train_steps_per_epoch = -(-len(self.dataloader["train"]) // self._accumulation)
+        except (KeyError, TypeError):  # an evaluation, or a loader without a length
+            by_epochs = None
+        else:
+            by_epochs = None if args.max_epochs is None else args.max_epochs * self.total_train_steps_per_epoch
+        known = [each for each in (by_epochs, args.max_train_steps) if each is not None]
+        is_known = by_epochs is not None or args.max_epochs is None
+        self.max_train_steps = min(known) if known and is_known else None
 
     def _make_loggers(self) -> None:
         from raysgd.declarative.loggers import make_own_loggers
@@ -280,6 +325,7 @@ class TrainingLoop(Stepper):
         hooks, engine = self._hooks, self.engine
         began, idx = time.perf_counter(), self.position.epoch_steps
         batches = [batch for batch, _ in group]
+        hooks.call("on_step_start", self, self.position.epoch, idx)
         hooks.call("before_zero_grad", self)
         self.optimizer.zero_grad()
         hooks.call("after_zero_grad", self)
@@ -308,7 +354,18 @@ class TrainingLoop(Stepper):
             "rows": int(num_rows),
             "train_wall": time.perf_counter() - began,
         }
+        self._aggregated = aggregated
+
+    def after_step(self) -> None:
+        hooks, at = self._hooks, self.position
+        if not hooks.has("before_log_train_metrics", "on_step_end"):
+            self._log(self._metrics, "train")
+            return
+        shown = {**_as_numbers(self._metrics), "loss": self._metrics["train_loss"]}
+        hooks.call("before_log_train_metrics", self, shown, self._aggregated)
+        self._metrics = {name: value for name, value in shown.items() if name != "loss"}
         self._log(self._metrics, "train")
+        hooks.call("on_step_end", self, at.epoch, at.epoch_steps - 1, shown, self._aggregated)
 
     def _forward_and_backward(self, group: list[tuple[Any, int]]) -> tuple[list[Any], list[torch.Tensor]]:
         outputs, losses = [], []
@@ -342,7 +399,7 @@ class TrainingLoop(Stepper):
         self, outputs: list[Any], losses: list[torch.Tensor], rows: list[int]
     ) -> tuple[AggregatedOutputs, float, float]:
         """Return the outputs of all replicas together, the loss as it is reported, and the rows."""
-        reduction = self.train_args.optimizer.loss_reduction
+        optimizer = self.train_args.optimizer
         found = torch.stack(losses).double().cpu()  # one wait for the device
         of_rows = float((found * torch.tensor(rows, dtype=torch.float64)).sum())
         sums = self._sum_over_replicas([float(found.sum()), float(len(losses)), of_rows, float(sum(rows))])
@@ -351,12 +408,22 @@ class TrainingLoop(Stepper):
             aggregated = self._aggregate(outputs)
             if not isinstance(aggregated, AggregatedOutputs):
                 raise ConfigError(
-                    f"{self.train_args.optimizer.aggregate_outputs_fn} returned {type(aggregated).__name__}; return a "
+                    f"{optimizer.aggregate_outputs_fn} returned {type(aggregated).__name__}; return a "
                     "raysgd.declarative.AggregatedOutputs."
                 )
         loss_sum = sums[0] if aggregated.loss_sum is None else float(aggregated.loss_sum)
         number = int(sums[1]) if aggregated.num_batches is None else int(aggregated.num_batches)
-        loss = {"mean": loss_sum / max(1, number), "sum": loss_sum, "row-mean": sums[2] / max(1.0, sums[3])}[reduction]
+        if "per-token-mean" in (optimizer.loss_reduction, optimizer.grad_reduction) and not aggregated.num_tokens:
+            raise ConfigError(
+                f"{optimizer.aggregate_outputs_fn} returned num_tokens={aggregated.num_tokens!r}, and 'per-token-mean' "
+                "divides by it."
+            )
+        loss = {
+            "mean": loss_sum / max(1, number),
+            "sum": loss_sum,
+            "row-mean": sums[2] / max(1.0, sums[3]),
+            "per-token-mean": loss_sum / float(aggregated.num_tokens or 1),
+        }[optimizer.loss_reduction]
         aggregated.num_batches = number
         return aggregated, loss, sums[3]
 
@@ -383,12 +450,7 @@ class TrainingLoop(Stepper):
         if reduction == "sum":
             return number
         if reduction == "per-token-mean":
-            if not aggregated.num_tokens:
-                raise ConfigError(
-                    f"{self.train_args.optimizer.aggregate_outputs_fn} returned num_tokens={aggregated.num_tokens!r}, and "
-                    "grad_reduction='per-token-mean' divides by it."
-                )
-            return number / float(aggregated.num_tokens)
+            return number / float(aggregated.num_tokens or 1)
         return 1.0
 
     def _step_scheduler(self, interval: str) -> None:
@@ -419,7 +481,19 @@ class TrainingLoop(Stepper):
 
     def report(self) -> None:
         if self._metric is None or self._metric in self._metrics:
-            api.report(self._metrics)
+            api.report({**self._metrics, **self._logged})
+        self._logged = {}
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None, *, tag: str | None = None) -> None:
+        """Log metrics of a hook: by own loggers at once, and with the next report, as ``tag/name``, by all others.
+
+        Args:
+            metrics: Numbers by their names.
+            step: The step that own loggers get; None: ``train_status.finished_train_steps``.
+            tag: Such as ``"train"``; None: the names in the report are those of `metrics`.
+        """
+        self._logged |= {name if tag is None else f"{tag}/{name}": value for name, value in metrics.items()}
+        self._log(metrics, tag, step)
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
@@ -427,6 +501,7 @@ class TrainingLoop(Stepper):
         began = time.perf_counter()
         self._val_loss = self._loss_of("val")
         found = {"val_loss": self._val_loss, "val_wall": time.perf_counter() - began}
+        self._hooks.call("before_log_val_metrics", self, found)
         self._metrics = {**self._metrics, **found}
         self._log(found, "val")
 
@@ -439,8 +514,8 @@ class TrainingLoop(Stepper):
         self.model.eval()
         try:
             with torch.no_grad():
-                for idx, batch in enumerate(islice(batches.start_epoch(0, 0), self.train_args.max_val_steps)):
-                    total = self._validation_step(batches, batch, idx, total)
+                for idx, group in enumerate(islice(self._validation_groups(batches), self.train_args.max_val_steps)):
+                    total = self._validation_step(group, idx, total)
         finally:
             self.model.train()
         sums = self._sum_over_replicas(total)
@@ -448,23 +523,37 @@ class TrainingLoop(Stepper):
         hooks.call("on_val_end", self, loss)
         return loss
 
-    def _validation_step(self, batches: Batches, batch: Any, idx: int, total: list[float]) -> list[float]:
-        hooks, loader = self._hooks, batches.loader
-        if not isinstance(loader, (EvaluationLoader, PreparedLoader)):
-            batch = to_device(batch, device())
-        rows = loader.num_own_rows() if isinstance(loader, EvaluationLoader) else count_rows(batch)
-        hooks.call("on_val_step_start", self, [batch], idx)
+    def _validation_groups(self, batches: Batches) -> Iterator[list[tuple[Any, int]]]:
+        """Yield the micro-batches of each step, as many as a step of the training has, with their own rows."""
+        loader, iterator = batches.loader, batches.start_epoch(0, 0)
+        while True:
+            group = []
+            for batch in islice(iterator, self._accumulation):
+                if not isinstance(loader, (EvaluationLoader, PreparedLoader)):
+                    batch = to_device(batch, device())
+                group.append(
+                    (batch, loader.num_own_rows() if isinstance(loader, EvaluationLoader) else count_rows(batch))
+                )
+            if not group:
+                return
+            yield group
+
+    def _validation_step(self, group: list[tuple[Any, int]], idx: int, total: list[float]) -> list[float]:
+        hooks, batches = self._hooks, [batch for batch, _ in group]
+        hooks.call("on_val_step_start", self, batches, idx)
         # A replica whose rows are all repeated computes them too, as sharded models need all ranks.
-        output = self._forward(take_rows(batch, rows) if rows else batch)
-        loss = float(find_loss(output, str(self.train_args.model.type)))
-        hooks.call("on_val_step_end", self, [output], [batch], idx)
+        outputs = [self._forward(take_rows(batch, rows) if rows else batch) for batch, rows in group]
+        losses = [float(find_loss(output, str(self.train_args.model.type))) for output in outputs]
+        hooks.call("on_val_step_end", self, outputs, batches, idx)
+        of_rows = sum(loss * rows for loss, (_, rows) in zip(losses, group, strict=True))
+        num_rows = sum(rows for _, rows in group)
         if hooks.has("after_aggregate_val_step_outputs"):
-            sums = self._sum_over_replicas([loss, 1.0, loss * rows, float(rows)])
+            sums = self._sum_over_replicas([sum(losses), float(len(losses)), of_rows, float(num_rows)])
             aggregated = AggregatedOutputs(loss_sum=sums[0], num_batches=int(sums[1]))
             if self._aggregate is not None:
-                aggregated = self._aggregate([output])
+                aggregated = self._aggregate(outputs)
             hooks.call("after_aggregate_val_step_outputs", self, aggregated, sums[2] / max(1.0, sums[3]), idx)
-        return [total[0] + loss * rows, total[1] + rows]
+        return [total[0] + of_rows, total[1] + num_rows]
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -474,8 +563,7 @@ class TrainingLoop(Stepper):
             return
         loss = self._metrics.get("val_loss", self._metrics.get("train_loss", float("inf")))
         status.best_loss = min(status.best_loss, loss)
-        own: dict[str, Any] = {}
-        self._hooks.call("on_save_checkpoint", self, own)
+        own = self._ask_what_to_save()
         batches = self._training_data()
         if status.epoch_steps:
             if not batches.has_plain_order:
@@ -503,12 +591,41 @@ class TrainingLoop(Stepper):
         }
         self.engine.save_checkpoint(metrics=metrics, merged=settings.save_type == "merged", **more)
 
+    def _ask_what_to_save(self) -> dict[str, Any]:
+        """Return what hooks add to the state that is saved.
+
+        Raises:
+            ConfigError: A hook has replaced or removed a part of the state.
+        """
+        if not self._hooks.has("on_save_checkpoint"):
+            return {}
+        state = {**self.engine.state_dict(), "train_status": asdict(self.position), "rank": self.rank}
+        own = dict(state)
+        self._hooks.call("on_save_checkpoint", self, own)
+        if changed := [name for name, value in state.items() if own.get(name) is not value]:
+            raise ConfigError(
+                f"on_save_checkpoint has replaced or removed {changed[0]!r} of the checkpoint, which is saved as it is: add "
+                "values under names of yours."
+            )
+        return {name: value for name, value in own.items() if name not in state}
+
     def _load(self, *, continues: bool = True) -> None:
-        saved = self.engine.load_checkpoint()
+        loaded: dict[str, Any] = {}
+
+        def before_restore(saved: dict[str, Any]) -> None:
+            if not isinstance(saved, dict) or "train_status" not in saved:
+                raise CheckpointError("the checkpoint was not saved by a declarative training: it has no train_status.")
+            of_ranks = saved["of_ranks"]
+            own = dict(of_ranks[self.rank] if len(of_ranks) == self.world_size else of_ranks[0])
+            loaded.update({name: saved[name] for name in (*_RESTORED, "train_status") if name in saved}, **own)
+            for name in _OF_THE_LOOP:
+                loaded.pop(name, None)
+            self._hooks.call("on_load_checkpoint", self, loaded)
+            saved.update({name: loaded[name] for name in _RESTORED if name in loaded})
+
+        saved = self.engine.load_checkpoint(before_restore)
         if saved is None:
             return
-        if "train_status" not in saved:
-            raise CheckpointError("the checkpoint was not saved by a declarative training: it has no train_status.")
         status = TrainStatus(**saved["train_status"])
         if continues:
             check_interval(self.train_args, saved["lr_scheduler_interval"])
@@ -520,18 +637,18 @@ class TrainingLoop(Stepper):
         self._val_loss = self._metrics.get("val_loss")  # a scheduler may follow it
         of_ranks = saved["of_ranks"]
         is_same_size = len(of_ranks) == self.world_size
-        own = dict(of_ranks[self.rank] if is_same_size else of_ranks[0])
-        generators, state = own.pop("raysgd_epoch_generators", None), own.pop("raysgd_loader", None)
+        own = of_ranks[self.rank] if is_same_size else of_ranks[0]
+        generators, state = (own.get(name) for name in _OF_THE_LOOP)
         # A loader's own position counts batches of that size; where it is another, the batches before are read again.
         is_same_batch = saved["batches"]["rows_per_batch"] == self.train_args.micro_batch_size
         self._resumed = (state if is_same_batch else None, generators) if is_same_size else (None, None)
         self._epoch_generators = generators
-        self._hooks.call("on_load_checkpoint", self, own)
+        self._hooks.call("after_load_checkpoint", self, loaded)
 
-    def _log(self, metrics: dict[str, Any], tag: str) -> None:
+    def _log(self, metrics: Mapping[str, Any], tag: str | None, step: int | None = None) -> None:
         for logger in self.loggers:
             numbers = {name: value for name, value in _as_numbers(metrics).items() if name not in ("step", "epoch")}
-            logger.log_metrics(numbers, self._metrics["step"], tag=tag)
+            logger.log_metrics(numbers, self.position.steps if step is None else step, tag=tag)
 
 
 def _as_numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:

@@ -45,7 +45,9 @@ def make_schema() -> dict[str, Any]:
     _describe(schema, args.TrainerArgs)
     for name, why in args.NOT_NEEDED.items():
         section, _, key = name.rpartition(".")
-        owner = sections["ComputeConfig"] if section else schema
+        owner = {"": schema, "compute_config": sections["ComputeConfig"], "model": sections["ModelConfig"]["anyOf"][0]}[
+            section
+        ]
         owner["properties"][key] = {"deprecated": True, "description": f"Not needed: {why}."}
     return schema | {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "raysgd train"}
 

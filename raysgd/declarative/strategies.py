@@ -35,6 +35,11 @@ def list_warnings(args: TrainerArgs) -> list[str]:
             "checkpoint.symlink_best_and_last=False: there are neither copies nor links; resume_from finds last and best all the "
             "same."
         )
+    if args.compute.pas_config and "." not in args.pas_policy:
+        found.append(
+            f"compute_config.pas_config is not used by pas_policy={args.pas_policy!r}: give engine, such as "
+            "activation_checkpointing, or a function in pas_policy."
+        )
     if args.precision_of("param") == "fp16":
         found.append("precision fp16 of parameters is autocast with a dynamic loss scale; the parameters stay fp32.")
     if args.search is not None and checkpoint.resume_from is not None:

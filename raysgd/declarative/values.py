@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import inspect
 import math
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from raysgd.errors import ConfigError
 TYPE_KEY = "__type"
 VALUE_TYPE_KEY = "__value_type"
 VALUE_KEY = "value"
+#: ``$!(name)`` and ``$!{name}`` are objects.
+_REFERENCE_TO_OBJECT = re.compile(r"\$!(?:\(([\w.]+)\)|\{([\w.]+)\})")
 #: What is said of a text that is none.
 NO_FULL_NAME = "is not the full name of a class or function; give one such as torch.optim.Adam."
 
@@ -57,6 +60,12 @@ class Importer:
 
     def __init__(self, allowed: Sequence[str] | None = None) -> None:
         self._allowed = None if allowed is None else tuple(allowed)
+        self._args: Any = None
+        self._vars: Any = None
+
+    def refer_to(self, args: Any) -> None:
+        """Let ``$!(self)`` stand for the `TrainerArgs`, and ``$!(vars.x)`` for what its ``vars`` are made of, once."""
+        self._args, self._vars = args, None
 
     def load(self, name: Any) -> Any:
         """Return the class, function or value with this full name, such as ``torch.optim.Adam``.
@@ -113,7 +122,9 @@ class Importer:
         made = self.load(name)
         texts = _text_arguments(made)
         resolved = {
-            key: value if key in texts and isinstance(value, str) else self.resolve(value)
+            key: value
+            if key in texts and isinstance(value, str) and not _REFERENCE_TO_OBJECT.fullmatch(value)
+            else self.resolve(value)
             for key, value in given.items()
         } | objects
         if not callable(made):
@@ -132,10 +143,11 @@ class Importer:
 
         A text becomes the Python literal that it is, such as a number, if it is one. A mapping with ``__type`` becomes an object
         of that class, one with ``__value_type`` its ``value`` converted by that type; ``__value_type: function`` is the function
-        of that name.
+        of that name. ``$!(vars.x)`` is the object that is made of ``vars.x``.
         """
         if isinstance(value, str):
-            return guess(value)
+            reference = _REFERENCE_TO_OBJECT.fullmatch(value)
+            return guess(value) if reference is None else self._find_object(value, reference[1] or reference[2])
         if isinstance(value, Mapping):
             if TYPE_KEY in value:
                 return self.build(value[TYPE_KEY], {key: each for key, each in value.items() if key != TYPE_KEY})
@@ -145,6 +157,21 @@ class Importer:
         if isinstance(value, (list, tuple)):
             return [self.resolve(each) for each in value]
         return value
+
+    def _find_object(self, reference: str, name: str) -> Any:
+        if name == "self":
+            return self._args
+        if self._vars is None:
+            self._vars = {}  # of themselves there are none
+            self._vars = {"vars": self.resolve(self._args.vars)}
+        found = self._vars
+        for part in name.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                raise ComponentError(
+                    f"{reference} refers to {name}, which is not set; give $!(self) or a name in vars."
+                )
+            found = found[part]
+        return found
 
     def _convert(self, value: Mapping[str, Any]) -> Any:
         kind = value[VALUE_TYPE_KEY]

@@ -263,12 +263,21 @@ class Engine:
             state = collect(state, is_kept=api.world_rank() == 0)
         _save({**state, **more} if api.world_rank() == 0 else None, metrics, all_ranks=False)
 
-    def load_checkpoint(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``model``, ``optimizer`` and ``lr_scheduler`` as `save_checkpoint` saves them, with this rank's tensors."""
+        return self._state().save()
+
+    def load_checkpoint(
+        self, before_restore: Callable[[dict[str, Any]], object] | None = None
+    ) -> dict[str, Any] | None:
         """Restore what `save_checkpoint` saved, from the run's newest checkpoint; after `compose`, on all ranks.
 
         What this program gives to the optimizer and the scheduler differently than the program that saved it counts: a rate,
         another argument, another schedule, which continues after as many steps. A line of the log names it. Everything else is
         restored as it was saved, with what a scheduler or the loop has changed.
+
+        Args:
+            before_restore: Called with all that was saved, which it may change, before it is restored.
 
         Returns:
             The values that were saved in addition; None if there is no checkpoint.
@@ -279,6 +288,8 @@ class Engine:
         own, state = self._state(), api.load_checkpoint()
         if state is None:
             return None
+        if before_restore is not None:
+            before_restore(state)
         own.load(state)
         self._running().load(state["engine"].get("step"))
         return {name: value for name, value in state.items() if name not in SAVED_NAMES}

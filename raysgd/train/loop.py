@@ -105,14 +105,17 @@ class Stepper(ABC):
         """Return whether the newest step was the last of its epoch; False if that is not known before the epoch has ended."""
         return False
 
-    def end_step(self) -> None:  # noqa: B027 - most have nothing to do here
+    def after_step(self) -> None:  # noqa: B027 - most have nothing to do here
+        """Called when a step is made and counted, before its validation."""
+
+    def end_step(self) -> None:  # noqa: B027
         """End a step, after its validation and before its report."""
 
     def end_epoch(self) -> None:  # noqa: B027
         """End an epoch, after its validation and before its report."""
 
     def after_epoch(self, epoch: int) -> None:  # noqa: B027
-        """Called when an epoch is reported and saved."""
+        """Called when an epoch is reported and saved, or the last step of all has ended the training within it."""
 
 
 def train(stepper: Stepper, settings: LoopSettings, should_stop: Callable[[], bool]) -> None:
@@ -138,6 +141,8 @@ def train(stepper: Stepper, settings: LoopSettings, should_stop: Callable[[], bo
             due.after_epoch()
     if (settings.saves_last or is_stopping) and at.saved != at.steps:
         due.save()
+    if at.epoch_steps and settings.has_all_steps(at):
+        stepper.after_epoch(at.epoch)
 
 
 class _Due:
@@ -148,6 +153,7 @@ class _Due:
 
     def after_step(self, *, is_epoch_over: bool) -> None:
         settings, at = self._settings, self._at
+        self._stepper.after_step()
         if settings.validates(at, is_epoch_over=is_epoch_over):
             self._validate()
         self._stepper.end_step()

@@ -320,6 +320,92 @@ class ExtraState(TrainHook):
         CALLS.append(checkpoint["kept"])
 
 
+class Misnamed(TrainHook):
+    """Has a method that a source does not show."""
+
+
+setattr(Misnamed, "on_train_strt", lambda self, trainer: None)  # noqa: B010
+
+
+class ChangingMetrics:
+    """Changes and adds metrics."""
+
+    def on_step_start(self, trainer: Any) -> None:
+        trainer.log_metrics({"seen": trainer.train_status.finished_train_steps}, tag="train")
+
+    def before_log_train_metrics(self, trainer: Any, step_metrics: dict[str, Any]) -> None:
+        step_metrics["doubled"] = 2 * step_metrics["loss"]
+
+    def before_log_val_metrics(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        metrics["percent"] = 100 * metrics["val_loss"]
+
+    def on_step_end(
+        self, trainer: Any, epoch: int, idx: int, step_metrics: dict[str, Any], aggregated_outputs: AggregatedOutputs
+    ) -> None:
+        CALLS.append(("on_step_end", trainer.train_status.finished_train_steps, epoch, idx, sorted(step_metrics)))
+
+
+def keep_trainer(trainer: Any) -> None:
+    CALLS.append(trainer)
+
+
+def scheduler_of_the_loop(optimizer: Any) -> Any:
+    """Make a scheduler that reaches 0 at the end of the training."""
+    CALLS.append(CALLS[0].max_train_steps)
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, CALLS[0].max_train_steps)
+
+
+class SeenValidation:
+    """Writes down the rows of each step of a validation, and the loss."""
+
+    def on_val_step_start(self, trainer: Any, batches: list[Any]) -> None:
+        CALLS.append([batch.tolist() for batch in batches])
+
+    def on_val_end(self, trainer: Any, val_loss: float) -> None:
+        CALLS.append(val_loss)
+
+
+class FailingHook:
+    def on_step_end(self, trainer: Any) -> None:
+        raise ZeroDivisionError
+
+    def on_finalize(self, trainer: Any) -> None:
+        CALLS.append("on_finalize")
+
+
+class ChangingCheckpoints(TrainHook):
+    """Adds a value to checkpoints, and doubles the weights that are restored."""
+
+    def on_save_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+        CALLS.append(("saved", sorted(checkpoint), checkpoint["train_status"]["steps"]))
+        checkpoint["own"] = {"mine": 7}
+
+    def on_load_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+        CALLS.append(("on_load", trainer.train_status.finished_train_steps, checkpoint["own"]))
+        checkpoint["model"] = {name: 2 * value for name, value in checkpoint["model"].items()}
+
+    def after_load_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+        CALLS.append(("after_load", trainer.train_status.finished_train_steps, checkpoint["own"]))
+
+
+class ReplacingCheckpoints(TrainHook):
+    def on_save_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["model"] = {}
+
+
+class Referring(MLP):
+    """Gets objects by reference."""
+
+    def __init__(self, rows: Any, again: Any, args: Any) -> None:
+        super().__init__(4, 1)
+        CALLS.append((rows is again and rows.values == [1.0, 2.0], args.vars["size"]))
+
+
+class DrawingSetup(TrainHook):
+    def after_setup(self, trainer: Any) -> None:
+        torch.rand(3)
+
+
 class SeenRows(TrainHook):
     """Writes down the rows of each step."""
 

@@ -53,7 +53,7 @@ def loop_of(values: dict[str, Any]) -> TrainingLoop:
 
 def run(values: dict[str, Any], folder: Path | None = None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Train in a world of one; return the metrics and the weights."""
-    seed_generators(values.get("seed", 0), 0)
+    seed_generators(values.get("seed") or 0, 0)
     with raysgd.local(dir=folder):
         loop = loop_of(values)
         metrics = loop.train()

@@ -49,13 +49,16 @@ def test_hooks_are_called_in_this_order(tmp_path: Path) -> None:
     run(values, tmp_path)
     validation = [
         "on_val_start",
-        *["on_val_step_start", "on_val_step_end", "after_aggregate_val_step_outputs"] * 2,
+        "on_val_step_start",
+        "on_val_step_end",
+        "after_aggregate_val_step_outputs",
         "on_val_end",
     ]
     assert [name for _, name in declared.CALLS] == [
         "after_setup",
         "on_train_start",
         "on_epoch_start",
+        "on_step_start",
         "before_zero_grad",
         "after_zero_grad",
         "on_train_step_start",
@@ -67,13 +70,19 @@ def test_hooks_are_called_in_this_order(tmp_path: Path) -> None:
         "after_gnorm_clip",
         "before_optimizer_step",
         "after_optimizer_step",
+        "before_log_train_metrics",
+        "on_step_end",
         *validation,
+        "before_log_val_metrics",
         "on_save_checkpoint",
+        "on_epoch_end",
         "on_train_end",
+        "on_finalize",
     ]
     declared.CALLS.clear()
     run({**values, "max_train_steps": 2}, tmp_path)
-    assert [name for _, name in declared.CALLS][:3] == ["after_setup", "on_load_checkpoint", "on_train_start"]
+    order = ["on_load_checkpoint", "after_load_checkpoint", "after_setup", "on_train_start"]
+    assert [name for _, name in declared.CALLS][:4] == order
 
 
 def test_hooks_of_model_optimizer_scheduler_come_before_the_configured_one() -> None:
@@ -423,13 +432,13 @@ def test_a_stop_ends_the_training_with_a_checkpoint(monkeypatch: pytest.MonkeyPa
     [
         (
             {"dataloader__train_args": {"shuffle": True}},
-            "dataloader.train_args.shuffle cannot be set: dataset_sampler decides",
+            "train_args.shuffle cannot be set: dataset_sampler decides",
         ),
         ({"init_env_fn": "support.declared.CALLS"}, "init_env_fn support.declared.CALLS is not callable"),
         ({"hook": {"type": "support.declared.Numbers", "args": {"values": []}}}, "has no method of a TrainHook"),
         (
-            {"hook": {"after_gnorm_clip": "operator.neg"}},
-            r"after_gnorm_clip is called with \(trainer, gnorm\), but takes \(a, /\)",
+            {"hook": {"after_gnorm_clip": "operator.setitem"}},
+            r"after_gnorm_clip is called with \(trainer, gnorm\), of which .* but takes \(a, b, c, /\)",
         ),
         (
             {"optimizer__aggregate_outputs_fn": "support.declared.CALLS"},
