@@ -42,7 +42,7 @@ from raysgd.declarative.values import is_full_name, read_none
 RunMode = Literal["run", "compile"]
 SaveType = Literal["sharded", "deduped", "merged"]
 Interval = Literal["epoch", "step"]
-LossReduction = Literal["mean", "sum", "row-mean"]
+LossReduction = Literal["mean", "sum", "row-mean", "per-token-mean"]
 GradReduction = Literal["mean", "sum", "row-mean", "per-token-mean"]
 TensorType = Literal["param", "buffer", "input"]
 TensorPrecision = Literal["fp32", "fp16", "bf16", "none"]
@@ -161,10 +161,12 @@ class OptimizerConfig(ComponentConfig):
         args: Its other arguments.
         clip_gnorm: Limit of the gradients' global norm. 0 or None: gradients are not clipped.
         loss_reduction: The training loss that is reported: ``"mean"`` or ``"sum"`` over all micro-batches of a step, or
-            ``"row-mean"``: over all rows. A validation loss is always the mean over all rows.
+            ``"row-mean"``: over all rows. A validation loss is the mean over all rows. ``"per-token-mean"``: both are the sum of
+            all losses over the number of tokens.
         grad_reduction: ``"mean"`` or ``"sum"`` over all micro-batches of a step; ``"row-mean"``: of the mean over all rows, where
             micro-batches have different numbers of them; ``"per-token-mean"``: the sum of all gradients over the number of
-            tokens, which ``aggregate_outputs_fn`` returns.
+            tokens. A loss is the sum over the tokens of its micro-batch then; the model returns their number next to it, as
+            ``num_tokens``, or ``aggregate_outputs_fn`` returns the number of the step.
         aggregate_outputs_fn: Full name of a function ``fn(loss_outputs, sync_group) -> AggregatedOutputs``.
     """
 
@@ -173,12 +175,10 @@ class OptimizerConfig(ComponentConfig):
     grad_reduction: GradReduction = "mean"
     aggregate_outputs_fn: Maybe[FullName] = None
 
-    def __post_init__(self) -> None:
-        if self.grad_reduction == "per-token-mean" and self.aggregate_outputs_fn is None:
-            raise FieldError(
-                ("grad_reduction",),
-                "grad_reduction='per-token-mean' needs aggregate_outputs_fn, a function that returns the number of tokens.",
-            )
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the number of tokens is that of the model's outputs."""
+        return self.aggregate_outputs_fn is None and "per-token-mean" in (self.grad_reduction, self.loss_reduction)
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
