@@ -168,12 +168,13 @@ class OptimizerConfig(ComponentConfig):
         type: Makes the optimizer; its first argument is the model's parameters.
         args: Its other arguments.
         clip_gnorm: Limit of the gradients' global norm. 0 or None: gradients are not clipped.
-        loss_reduction: The training loss that is reported: ``"mean"`` or ``"sum"`` over all micro-batches of a step,
-            ``"row-mean"``: over all rows, or ``"per-token-mean"``: over the tokens that ``aggregate_outputs_fn`` returns. A
-            validation loss is always the mean over all rows.
+        loss_reduction: The training loss that is reported: ``"mean"`` or ``"sum"`` over all micro-batches of a step, or
+            ``"row-mean"``: over all rows. A validation loss is the mean over all rows. ``"per-token-mean"``: both are the sum of
+            all losses over the number of tokens.
         grad_reduction: ``"mean"`` or ``"sum"`` over all micro-batches of a step; ``"row-mean"``: of the mean over all rows, where
             micro-batches have different numbers of them; ``"per-token-mean"``: the sum of all gradients over the number of
-            tokens, which ``aggregate_outputs_fn`` returns.
+            tokens. A loss is the sum over the tokens of its micro-batch then; the model returns their number next to it, as
+            ``num_tokens``, or ``aggregate_outputs_fn`` returns the number of the step.
         aggregate_outputs_fn: Full name of a function ``fn(loss_outputs, sync_group) -> AggregatedOutputs``.
     """
 
@@ -182,13 +183,10 @@ class OptimizerConfig(ComponentConfig):
     grad_reduction: GradReduction = "mean"
     aggregate_outputs_fn: Maybe[FullName] = None
 
-    def __post_init__(self) -> None:
-        for name in ("grad_reduction", "loss_reduction"):
-            if getattr(self, name) == "per-token-mean" and self.aggregate_outputs_fn is None:
-                raise FieldError(
-                    (name,),
-                    f"{name}='per-token-mean' needs aggregate_outputs_fn, a function that returns the number of tokens.",
-                )
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the number of tokens is that of the model's outputs."""
+        return self.aggregate_outputs_fn is None and "per-token-mean" in (self.grad_reduction, self.loss_reduction)
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)

@@ -288,6 +288,21 @@ def find_loss(output: Any, where: str) -> torch.Tensor:
     return loss.reshape(())
 
 
+def count_tokens(output: Any, where: str) -> int:
+    """Return the number of tokens in what a model returned.
+
+    Raises:
+        ComponentError: There is none.
+    """
+    found = output.get("num_tokens") if isinstance(output, Mapping) else getattr(output, "num_tokens", None)
+    if found is None:
+        raise ComponentError(
+            f"{where} returned no num_tokens, by which per-token-mean divides: return a dict with 'loss', the sum over the "
+            "tokens of the batch, and their number as 'num_tokens', or give optimizer.aggregate_outputs_fn."
+        )
+    return int(found)
+
+
 def read_rows(args: TrainerArgs, importer: Importer, number: int) -> Any:
     """Return a batch of the training data's first rows, for a plan; rows are repeated if there are too few.
 

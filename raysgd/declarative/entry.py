@@ -21,7 +21,7 @@ from raysgd.config import CheckpointConfig, FailureConfig, RunConfig
 from raysgd.config.checks import check_choice, from_mapping, split_path
 from raysgd.declarative.args import TrainerArgs, as_values
 from raysgd.declarative.checking import check_names, importing_from
-from raysgd.declarative.fields import of_field
+from raysgd.declarative.fields import FieldError, of_field
 from raysgd.declarative.loggers import make_callbacks
 from raysgd.declarative.reading import Tree, args_of, merge
 from raysgd.declarative.strategies import Strategies, check_sizes, decide, list_warnings

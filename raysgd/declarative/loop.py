@@ -17,6 +17,7 @@ from raysgd._util.logs import get_logger
 from raysgd.declarative.args import TrainerArgs
 from raysgd.declarative.components import (
     Batches,
+    count_tokens,
     find_loss,
     load_function,
     make_dataset,
@@ -204,7 +205,7 @@ class TrainingLoop(Stepper):
                 return EvaluationLoader(loader)
             except ConfigError:  # it is not known which rows each replica reads
                 return loader
-        if self.train_args.optimizer.grad_reduction != "row-mean":
+        if not (self._is_weighted or self._counts_tokens):
             return loader
 
         def on_batch(batch: HandedBatch) -> None:
@@ -295,7 +296,8 @@ class TrainingLoop(Stepper):
             for batch in islice(iterator, self._accumulation):
                 if not isinstance(self.dataloader["train"], PreparedLoader):
                     batch = to_device(batch, device())
-                group.append((batch, self._own_rows if self._is_weighted else count_rows(batch)))
+                is_followed = isinstance(self._training_data().loader, FollowedLoader)
+                group.append((batch, self._own_rows if is_followed else count_rows(batch)))
             self._check_group(len(group))
             if not group:
                 return
@@ -320,6 +322,10 @@ class TrainingLoop(Stepper):
     @property
     def _is_weighted(self) -> bool:
         return self.engine.config.weighted_gradients
+
+    @property
+    def _counts_tokens(self) -> bool:
+        return self.train_args.optimizer.counts_tokens
 
     def _train_step(self, group: list[tuple[Any, int]]) -> None:
         hooks, engine = self._hooks, self.engine
@@ -376,6 +382,8 @@ class TrainingLoop(Stepper):
             self.engine.begin_batch(rows)
             output = self._forward(batch)
             loss = find_loss(output, str(self.train_args.model.type))
+            if self._counts_tokens and not rows:  # all are repeated
+                loss = loss * 0
             self.engine.backward(loss)
             outputs.append(output)
             losses.append(loss.detach())
@@ -399,33 +407,41 @@ class TrainingLoop(Stepper):
         self, outputs: list[Any], losses: list[torch.Tensor], rows: list[int]
     ) -> tuple[AggregatedOutputs, float, float]:
         """Return the outputs of all replicas together, the loss as it is reported, and the rows."""
-        optimizer = self.train_args.optimizer
+        reduction = self.train_args.optimizer.loss_reduction
         found = torch.stack(losses).double().cpu()  # one wait for the device
         of_rows = float((found * torch.tensor(rows, dtype=torch.float64)).sum())
-        sums = self._sum_over_replicas([float(found.sum()), float(len(losses)), of_rows, float(sum(rows))])
-        aggregated = AggregatedOutputs(loss_sum=sums[0], num_batches=int(sums[1]))
+        tokens = sum(self._tokens_of(output) for output, num in zip(outputs, rows, strict=True) if num)
+        sums = self._sum_over_replicas(
+            [float(found.sum()), float(len(losses)), of_rows, float(sum(rows)), float(tokens)]
+        )
+        aggregated = AggregatedOutputs(
+            loss_sum=sums[0], num_batches=int(sums[1]), num_tokens=int(sums[4]) if self._counts_tokens else None
+        )
         if self._aggregate is not None:
             aggregated = self._aggregate(outputs)
             if not isinstance(aggregated, AggregatedOutputs):
                 raise ConfigError(
-                    f"{optimizer.aggregate_outputs_fn} returned {type(aggregated).__name__}; return a "
+                    f"{self.train_args.optimizer.aggregate_outputs_fn} returned {type(aggregated).__name__}; return a "
                     "raysgd.declarative.AggregatedOutputs."
                 )
         loss_sum = sums[0] if aggregated.loss_sum is None else float(aggregated.loss_sum)
         number = int(sums[1]) if aggregated.num_batches is None else int(aggregated.num_batches)
-        if "per-token-mean" in (optimizer.loss_reduction, optimizer.grad_reduction) and not aggregated.num_tokens:
-            raise ConfigError(
-                f"{optimizer.aggregate_outputs_fn} returned num_tokens={aggregated.num_tokens!r}, and 'per-token-mean' "
-                "divides by it."
-            )
-        loss = {
-            "mean": loss_sum / max(1, number),
-            "sum": loss_sum,
-            "row-mean": sums[2] / max(1.0, sums[3]),
-            "per-token-mean": loss_sum / float(aggregated.num_tokens or 1),
-        }[optimizer.loss_reduction]
         aggregated.num_batches = number
+        if reduction == "per-token-mean":
+            return aggregated, loss_sum / self._tokens_in(aggregated), sums[3]
+        loss = {"mean": loss_sum / max(1, number), "sum": loss_sum, "row-mean": sums[2] / max(1.0, sums[3])}[reduction]
         return aggregated, loss, sums[3]
+
+    def _tokens_of(self, output: Any) -> int:
+        return count_tokens(output, str(self.train_args.model.type)) if self._counts_tokens else 0
+
+    def _tokens_in(self, aggregated: AggregatedOutputs) -> int:
+        """Return the tokens of a step, by which losses or gradients are divided; they are 0 where there is none."""
+        if aggregated.num_tokens is None:
+            raise ConfigError(
+                f"{self.train_args.optimizer.aggregate_outputs_fn} returned num_tokens=None, and per-token-mean divides by it."
+            )
+        return max(1, int(aggregated.num_tokens))
 
     def _sum_over_replicas(self, values: list[float]) -> list[float]:
         if self.sync_group is None:
@@ -450,7 +466,7 @@ class TrainingLoop(Stepper):
         if reduction == "sum":
             return number
         if reduction == "per-token-mean":
-            return number / float(aggregated.num_tokens or 1)
+            return number / self._tokens_in(aggregated)
         return 1.0
 
     def _step_scheduler(self, interval: str) -> None:
@@ -545,15 +561,21 @@ class TrainingLoop(Stepper):
         outputs = [self._forward(take_rows(batch, rows) if rows else batch) for batch, rows in group]
         losses = [float(find_loss(output, str(self.train_args.model.type))) for output in outputs]
         hooks.call("on_val_step_end", self, outputs, batches, idx)
-        of_rows = sum(loss * rows for loss, (_, rows) in zip(losses, group, strict=True))
-        num_rows = sum(rows for _, rows in group)
-        if hooks.has("after_aggregate_val_step_outputs"):
-            sums = self._sum_over_replicas([sum(losses), float(len(losses)), of_rows, float(num_rows)])
+        is_of_tokens = self.train_args.optimizer.loss_reduction == "per-token-mean"
+        counted = [0.0, 0.0]
+        for loss, output, (_, rows) in zip(losses, outputs, group, strict=True):
+            if rows:
+                more = (loss, self._tokens_of(output)) if is_of_tokens else (loss * rows, rows)
+                counted = [counted[0] + more[0], counted[1] + more[1]]
+        if hooks.has("after_aggregate_val_step_outputs") or (is_of_tokens and self._aggregate is not None):
+            sums = self._sum_over_replicas([sum(losses), float(len(losses)), *counted])
             aggregated = AggregatedOutputs(loss_sum=sums[0], num_batches=int(sums[1]))
             if self._aggregate is not None:
                 aggregated = self._aggregate(outputs)
+                if is_of_tokens:  # of all replicas: their sums are equal
+                    sums[2:] = counted = [float(aggregated.loss_sum or 0.0), float(self._tokens_in(aggregated))]
             hooks.call("after_aggregate_val_step_outputs", self, aggregated, sums[2] / max(1.0, sums[3]), idx)
-        return [total[0] + of_rows, total[1] + num_rows]
+        return [total[0] + counted[0], total[1] + counted[1]]
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

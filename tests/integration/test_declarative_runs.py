@@ -244,6 +244,18 @@ def test_reductions_and_validation_are_over_all_ranks(tmp_path: Path) -> None:
         ({"optimizer": {"loss_reduction": "sum", "grad_reduction": "sum"}}, 4 * of_batches, 4 * of_batches),
         ({"optimizer": {"loss_reduction": "row-mean", "grad_reduction": "row-mean"}}, 4.0, 4.0),
         ({"model": tokens, "optimizer": counted}, 24 / 4, 4.0),
+        ({"model": tokens, "optimizer": {**counted, "loss_reduction": "per-token-mean"}}, 4.0, 4.0),
+    ]
+    by_model = dict.fromkeys(("grad_reduction", "loss_reduction"), "per-token-mean")
+    cases += [
+        ({"model": tokens, "optimizer": by_model}, 4.0, 4.0),
+        # Rank 0 has 1 3 5 7, and rank 1 has 2 4 9 and a repeated row, then a batch that only repeats rows.
+        (
+            {"model": tokens, "optimizer": by_model, "dataset": {"train_args": {"values": [1.0, 2, 3, 4, 5, 9, 7]}}},
+            31 / 7,
+            31 / 7,
+        ),
+        ({"model": tokens, "optimizer": by_model, "dataset": {"train_args": {"values": [1.0, 2, 3, 4, 5]}}}, 3.0, 3.0),
     ]
     with make_trainer(tmp_path, 2, "torch") as trainer:
         for changes, loss, gradient in cases:
@@ -251,7 +263,7 @@ def test_reductions_and_validation_are_over_all_ranks(tmp_path: Path) -> None:
             found = trainer.run(training_of(values), values, callbacks=quiet())
             assert found["train_loss"] == pytest.approx(loss)
             assert found["gnorm"] == pytest.approx(gradient)
-            if "model" not in changes:
+            if "model" not in changes or changes["optimizer"].get("loss_reduction") == "per-token-mean":
                 weight = 1 - gradient
                 assert found["val_loss"] == pytest.approx((1 + 2 + 6) / 3 * weight)  # no row of the padding counts
 

@@ -135,7 +135,7 @@ class Total(Mean):
     """Its loss is a sum over rows."""
 
     def forward(self, batch: torch.Tensor) -> Any:
-        return {"loss": (batch.float() * (1 + self.weight)).sum(), "tokens": batch.shape[0]}
+        return {"loss": (batch.float() * (1 + self.weight)).sum(), "num_tokens": batch.shape[0]}
 
 
 class NoLoss(Mean):
@@ -186,7 +186,7 @@ class DrawingRows(Dataset[dict[str, torch.Tensor]]):
 
 def sum_tokens(loss_outputs: list[Any], sync_group: Any) -> AggregatedOutputs:
     loss = sum(float(each["loss"].detach()) for each in loss_outputs)
-    return AggregatedOutputs(loss, len(loss_outputs), sum(each["tokens"] for each in loss_outputs))
+    return AggregatedOutputs(loss, len(loss_outputs), sum(each["num_tokens"] for each in loss_outputs))
 
 
 def sum_tokens_of_ranks(trainer: Any, loss_outputs: list[Any], sync_group: Any) -> AggregatedOutputs:

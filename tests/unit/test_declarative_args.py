@@ -245,7 +245,6 @@ def test_entries_of_a_list_are_overridden_by_number(document: Path) -> None:
         ),
         (["--compute_config.plan_ngpus", "3"], r"runtime_ngpus=4 is not a multiple of plan_ngpus=3"),
         (["--checkpoint.every_n_epochs", "1"], "every_n_train_steps and every_n_epochs are both given"),
-        (["--optimizer.grad_reduction", "per-token-mean"], "needs aggregate_outputs_fn"),
         (["--optimizer.loss_reduction", "median"], "loss_reduction='median' is not known"),
         (["--dataloader.train_args.batch_size", "2"], "batch_size cannot be set: give micro_batch_size"),
         (["--precision", "fp8"], "precision='fp8' is not known"),

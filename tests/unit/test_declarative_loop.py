@@ -146,18 +146,24 @@ def test_a_step_of_uneven_micro_batches_can_be_the_mean_over_rows() -> None:
     assert float(weights["weight"]) == -4.0
 
 
-def test_gradients_can_be_the_mean_over_tokens() -> None:
+@pytest.mark.parametrize("function", [None, "support.declared.sum_tokens"])
+@pytest.mark.parametrize(("reduction", "loss"), [("mean", 12 / 2), ("per-token-mean", 12 / 3)])
+def test_gradients_and_losses_can_be_the_mean_over_tokens(function: str | None, reduction: str, loss: float) -> None:
     values = numbers(
         [1.0, 3.0, 8.0],
         micro_batch_size=2,
         grad_accumulation_steps=2,
         model__type="support.declared.Total",
         optimizer__grad_reduction="per-token-mean",
-        optimizer__aggregate_outputs_fn="support.declared.sum_tokens",
+        optimizer__loss_reduction=reduction,
+        optimizer__aggregate_outputs_fn=function,
+        dataset__val_args={"values": [1.0, 1.0, 7.0]},
     )
     metrics, weights = run(values)
     assert float(weights["weight"]) == pytest.approx(-12 / 3)
-    assert metrics["train_loss"] == 12 / 2
+    assert metrics["train_loss"] == loss
+    if reduction == "per-token-mean":
+        assert metrics["val_loss"] == pytest.approx(9 / 3 * (1 - 12 / 3))
 
 
 def test_tokens_that_nobody_counted_are_refused() -> None:
@@ -169,6 +175,11 @@ def test_tokens_that_nobody_counted_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match="returned num_tokens=None"):
         run(values)
+    values["optimizer"] = {**values["optimizer"], "aggregate_outputs_fn": None}
+    with pytest.raises(
+        ConfigError, match=r"support\.declared\.Mean returned no num_tokens, by which per-token-mean divides"
+    ):
+        run({**values, "model": {"type": "support.declared.Mean"}})
 
 
 def test_gradients_are_scaled_before_they_are_clipped() -> None:
