@@ -21,7 +21,7 @@ from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.config.argument_names import TRAINER_HINTS, refuse_unknown
-from raysgd.config.checks import check_count, split_path
+from raysgd.config.checks import check_bool, check_count, split_path
 from raysgd.config.scaling import PlacementStrategy
 from raysgd.errors import ConfigError
 from raysgd.functions.runs import FunctionRuns, RunCallbacks
@@ -64,6 +64,9 @@ class Deployer:
         resources_per_worker: Further Ray resources of each worker, by name.
         placement_strategy: How Ray places the workers.
         runtime_env: Ray runtime environment of the workers.
+        collate_per_worker: Whether each worker loads and collates the rows of its own devices alone, which saves time where
+            examples are large. Then ``collate_fn`` must return arrays of the same shapes and types in each batch, and a row must
+            not depend on the other ones. By default every worker collates whole batches.
         deterministic: Make batches in the training thread, so that nothing depends on the time.
         backend_args: A `raysgd.JaxConfig`, or a dict of its fields.
         run_config: Further settings of the runs. With ``workdir`` it may have neither ``name`` nor ``storage_path``.
@@ -99,6 +102,7 @@ class Deployer:
         resources_per_worker: Mapping[str, float] | None = None,
         placement_strategy: PlacementStrategy = "PACK",
         runtime_env: Mapping[str, Any] | None = None,
+        collate_per_worker: bool = False,
         deterministic: bool = False,
         backend_args: BackendConfig | Mapping[str, Any] | None = None,
         run_config: RunConfig | None = None,
@@ -136,6 +140,7 @@ class Deployer:
             failure_config=failure_config,
             checkpoint_config=checkpoint_config,
         )
+        self.collate_per_worker = check_bool("collate_per_worker", collate_per_worker)
         #: Starts the runs of `Trainer` and `Predictor`.
         self.runs = FunctionRuns(trainer, loggers)
 

@@ -115,6 +115,7 @@ class Predictor:
             jax_seed=self.deployer.jax_seed,
             n_model_shards=self.deployer.n_model_shards,
             num_workers=self.deployer.num_workers,
+            collate_per_worker=self.deployer.collate_per_worker,
             start=path,
             per_device_batch_size=per_device_batch_size,
         )

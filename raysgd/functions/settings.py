@@ -13,12 +13,14 @@ class TaskSettings:
         jax_seed: The seed of everything.
         n_model_shards: The number of devices that one copy of the parameters is sharded over.
         num_workers: The number of workers for which the rows of a batch are counted; an elastic group may have fewer.
+        collate_per_worker: As for `raysgd.functions.Deployer`.
         start: The path of a checkpoint that has the parameters to begin with; None: they are the run's initial state.
     """
 
     jax_seed: int
     n_model_shards: int
     num_workers: int
+    collate_per_worker: bool
     start: str | None = None
 
 

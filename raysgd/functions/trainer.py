@@ -432,6 +432,7 @@ class Trainer:
             jax_seed=self.deployer.jax_seed,
             n_model_shards=self.deployer.n_model_shards,
             num_workers=self.deployer.num_workers,
+            collate_per_worker=self.deployer.collate_per_worker,
             start=self._newest[0],
             per_device_batch_size=per_device_batch_size,
             accumulate_grad_batches=self._accumulate,

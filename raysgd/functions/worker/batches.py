@@ -1,26 +1,29 @@
 """Batches of examples: which rows a process collates, padding, and the random numbers of ``collate_fn``. Worker side.
 
-Every rank reads the order of all rows, and its own position in it is part of the checkpoint. It loads and collates only those
-rows of a batch that its own devices need.
+Every rank reads the order of all rows, and its own position in it is part of the checkpoint. What ``collate_fn`` makes of a row
+may depend on the other rows, as padding to the longest one does, so every rank collates whole batches. The arrays then do not
+depend on the number of ranks. Where an example is large, a rank can collate the rows of its own devices alone.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from raysgd.data.batches.batches import Batches
 from raysgd.data.dataset import WorkerDataset, WorkerDatasets
 from raysgd.data.order.position import Position
 from raysgd.data.plan import DatasetPlan, Source
+from raysgd.errors import ConfigError
 from raysgd.functions.examples import ExampleRef, Examples, call_by_name, check_examples
 from raysgd.functions.worker.steps import Steps
-from raysgd.session import context
+from raysgd.session import api, context
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,17 @@ class HostBatch:
     Attributes:
         refs: All its examples.
         num_rows: The number of rows with padding.
-        arrays: What ``collate_fn`` made of the rows that this process needs.
+        arrays: What ``collate_fn`` returned.
+        rows: The rows that the arrays have.
+        signature: What all ranks must have in common: the names, shapes and types of the arrays, and the values of those that
+            several ranks use.
     """
 
     refs: list[ExampleRef]
     num_rows: int
     arrays: Any
+    rows: slice
+    signature: str
 
 
 class ExampleBatches:
@@ -49,6 +57,7 @@ class ExampleBatches:
         seed: For random numbers that ``collate_fn`` draws.
         shuffle: Whether each epoch has an order of its own.
         pads: Whether a short last batch is filled up with copies of its first example.
+        per_worker: Whether each rank collates the rows of its own devices alone; see `raysgd.functions.Deployer`.
     """
 
     def __init__(
@@ -61,6 +70,7 @@ class ExampleBatches:
         seed: int,
         shuffle: bool = False,
         pads: bool = False,
+        per_worker: bool = False,
     ) -> None:
         self._collate_fn = collate_fn
         self._steps = steps
@@ -68,6 +78,9 @@ class ExampleBatches:
         self._seed = seed
         self._shuffle = shuffle
         self._pads = pads
+        self._per_worker = per_worker
+        self._is_alone = api.world_size() == 1
+        self._shapes = ""  # of the first batch
         self._dataset = dataset
         self._shard = dataset.get_split(whole=True)
         self._batches: Batches[HostBatch] = self._shard.iter_batches(
@@ -75,7 +88,11 @@ class ExampleBatches:
         )
 
     def __iter__(self) -> Iterator[HostBatch]:
-        return iter(self._batches)
+        agreement = Agreement()
+        for batch in self._batches:
+            agreement.add(batch.signature)
+            yield batch
+        agreement.check()
 
     def first(self) -> HostBatch:
         """Return the first batch; consumes nothing."""
@@ -93,9 +110,22 @@ class ExampleBatches:
 
     def _collate(self, refs: list[ExampleRef]) -> HostBatch:
         padded = refs + [refs[0]] * (self._rows - len(refs) if self._pads else 0)
-        own = padded[self._steps.local_rows(len(padded))]
-        self._seed_generators(own)
-        return HostBatch(refs, len(padded), self._collate_fn([ref.load() for ref in own]))
+        num_rows = len(padded)
+        used = self._steps.local_rows(num_rows)
+        rows = used if self._per_worker else slice(0, num_rows)
+        self._seed_generators(padded[rows])
+        arrays = _as_tree(call_by_name(self._collate_fn, examples=[ref.load() for ref in padded[rows]]))
+        leaves = jax.tree_util.tree_flatten_with_path(arrays)[0]
+        shapes = ", ".join(f"{jax.tree_util.keystr(k)} {np.shape(a)[1:]} {np.asarray(a).dtype}" for k, a in leaves)
+        is_shared = used == slice(0, num_rows) and not self._is_alone
+        values = [zlib.crc32(np.asarray(leaf).tobytes()) for _, leaf in leaves] if is_shared else ""
+        self._shapes = self._shapes or shapes
+        if self._per_worker and shapes != self._shapes:
+            raise ConfigError(
+                f"collate_fn returned arrays of the names, shapes and types {shapes:.300}, and {self._shapes:.300} before. With "
+                "Deployer(collate_per_worker=True) they must be the same in each batch: pad to a fixed length."
+            )
+        return HostBatch(refs, num_rows, arrays, rows, f"{shapes} {values}")
 
     def _seed_generators(self, own: list[ExampleRef]) -> None:
         """Seed Python's and NumPy's generators by the batch: processes that hold the same rows must make the same arrays of them.
@@ -106,6 +136,49 @@ class ExampleBatches:
         seed = zlib.crc32(repr((self._seed, epoch, own[0].row, len(own))).encode())
         random.seed(seed)
         np.random.seed(seed)
+
+
+class Agreement:
+    """Checks that all ranks make the same batches. Else they would compute different programs, or let replicas differ.
+
+    Each check is an exchange between the ranks: after the batches 1, 2, 4, 8 and so on, and after the last one.
+    """
+
+    def __init__(self) -> None:
+        self._number = self._checked = self._sum = 0
+        self._newest = ""
+
+    def add(self, signature: str) -> None:
+        """Note the batch that comes next."""
+        self._newest = signature
+        self._number += 1
+        self._sum = zlib.crc32(signature.encode(), self._sum)
+        if self._number & (self._number - 1) == 0:
+            self.check()
+
+    def check(self) -> None:
+        """Compare all batches so far.
+
+        Raises:
+            ConfigError: The ranks have different ones.
+        """
+        if self._checked == self._number or api.world_size() == 1:
+            return
+        found = api.gather((self._sum, self._newest))
+        for rank, each in enumerate(found):
+            if each[0] != found[0][0]:
+                raise ConfigError(
+                    f"collate_fn returned other arrays on rank {rank} than on rank 0, in one of the batches {self._checked + 1} "
+                    f"to {self._number}; the newest is {each[1]:.300} there, and {found[0][1]:.300} on rank 0. Return the same "
+                    "for the same examples: draw random numbers from the generators of the modules random and numpy.random, "
+                    "which are seeded for each batch."
+                )
+        self._checked = self._number
+
+
+def _as_tree(returned: Any) -> Any:
+    """Return what ``collate_fn`` returned with dicts in place of other mappings, such as the encodings of tokenizers."""
+    return jax.tree.map(lambda leaf: _as_tree(dict(leaf)) if isinstance(leaf, Mapping) else leaf, returned)
 
 
 class BatchesByEpoch:
@@ -168,6 +241,12 @@ class BatchesByEpoch:
         start = self.position if self.position.epoch == epoch else Position(epoch=epoch)
         self.close()
         examples = self._make(epoch)
+        numbers = api.gather(len(examples))
+        if len(set(numbers)) > 1:
+            raise ConfigError(
+                f"{self._name}(epoch_idx={epoch}) returned different numbers of examples on the ranks: "
+                f"{', '.join(map(str, numbers))}. Return the same examples on all."
+            )
         source = Source("items", (examples,), (len(examples),))
         self._start, self._made_for = start, epoch
         self._datasets = context.acting().open_datasets(DatasetPlan({self._name: source}), fetch=lambda block: block)

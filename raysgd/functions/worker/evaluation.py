@@ -25,7 +25,7 @@ def compute_loss(steps: Steps, state: TrainState, batches: Iterable[HostBatch]) 
     """Return the loss over all examples, weighted by rows, or by what loss_fn counts. The last batch runs at its own size."""
     total = weight = 0.0
     for batch in batches:
-        sums = steps.eval_loss(state, steps.place_batch(batch.arrays, num_rows=batch.num_rows))
+        sums = steps.eval_loss(state, steps.place_batch(batch.arrays, batch.num_rows, batch.rows))
         total, weight = total + float(sums[0]), weight + float(sums[1])
     return total / weight if weight else float("nan")
 
@@ -70,7 +70,7 @@ def predict(
     found = Predictions([], [])
     for batch in batches:
         key = jax.random.fold_in(jax.random.PRNGKey(seed), batch.refs[0].row)
-        predicted = steps.predict(key, params, steps.place_batch(batch.arrays, num_rows=batch.num_rows))
+        predicted = steps.predict(key, params, steps.place_batch(batch.arrays, batch.num_rows, batch.rows))
         rows = jax.tree.map(lambda array, batch=batch: _own_rows(array, batch), predicted)
         if is_first_rank:
             found.outputs.extend(_as_list(rows, len(batch.refs), output_fn))

@@ -130,9 +130,10 @@ class Fitting(Stepper):
         )
         self._pred_steps: Steps | None = None
         seed, collate_fn = settings.jax_seed, parts["collate_fn"]
+        common = {"seed": seed, "per_worker": settings.collate_per_worker}
 
         def open_batches(dataset: WorkerDataset) -> ExampleBatches:
-            return ExampleBatches(dataset, collate_fn, self._steps, rows, seed=seed, shuffle=True)
+            return ExampleBatches(dataset, collate_fn, self._steps, rows, shuffle=True, **common)
 
         self._by_epoch: BatchesByEpoch | None = None
         if (make_examples := parts["train_examples"]) is not None:
@@ -142,13 +143,13 @@ class Fitting(Stepper):
             return
         eval_rows = rows_on_all_devices(settings.eval_per_device_batch_size, settings, api.world_size())
         dataset = api.get_dataset(EVAL)
-        self._loss_batches = ExampleBatches(dataset, collate_fn, self._steps, eval_rows, seed=seed)
+        self._loss_batches = ExampleBatches(dataset, collate_fn, self._steps, eval_rows, **common)
         if (predictor := parts["predictor"]) is not None:
             self._pred_steps = find_steps(
                 plan, ("evaluate", self._identity), lambda: Steps(mesh, plan, pred_fn=predictor["pred_fn"])
             )
             self._pred_batches = ExampleBatches(
-                dataset, predictor["collate_fn"], self._pred_steps, eval_rows, seed=seed, pads=True
+                dataset, predictor["collate_fn"], self._pred_steps, eval_rows, pads=True, **common
             )
 
     def _warn_of_rows(self, rows: int, num_replicas: int) -> None:
@@ -210,7 +211,7 @@ class Fitting(Stepper):
 
     def train_epoch(self) -> Iterator[None]:
         for batch in self._batches:
-            placed = self._steps.place_batch(batch.arrays, num_rows=batch.num_rows)
+            placed = self._steps.place_batch(batch.arrays, batch.num_rows, batch.rows)
             self._state, metrics = self._steps.train(self._state, placed)
             self._read_metrics()  # of the step before, so that the device has the next one to do
             self._unread = metrics

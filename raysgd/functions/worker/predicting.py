@@ -49,7 +49,15 @@ def predict_all(parts: Mapping[str, Any], settings: PredictSettings, identity: b
     params = steps.restore_params(saved)
     rows = rows_on_all_devices(settings.per_device_batch_size, settings, api.world_size())
     dataset = api.get_dataset(EXAMPLES)
-    batches = ExampleBatches(dataset, parts["collate_fn"], steps, rows, seed=settings.jax_seed, pads=True)
+    batches = ExampleBatches(
+        dataset,
+        parts["collate_fn"],
+        steps,
+        rows,
+        seed=settings.jax_seed,
+        pads=True,
+        per_worker=settings.collate_per_worker,
+    )
     is_first = api.world_rank() == 0
     found = predict(
         steps, params, batches, parts["output_fn"], seed=settings.jax_seed, is_first_rank=is_first, keeps_examples=False

@@ -235,12 +235,13 @@ class Steps:
         bounds = [rows.indices(num_rows) for (rows,) in indices.values()]
         return slice(min(start for start, _, _ in bounds), max(stop for _, stop, _ in bounds))
 
-    def place_batch(self, batch: Any, num_rows: int | None = None) -> Any:
+    def place_batch(self, batch: Any, num_rows: int | None = None, rows: slice | None = None) -> Any:
         """Place a batch on the mesh, its rows along the data axis.
 
         Args:
-            batch: A tree of arrays: the whole batch, or the rows of `local_rows`.
-            num_rows: The number of rows of the whole batch, if this process gives its own rows only.
+            batch: A tree of arrays.
+            num_rows: The number of rows of the whole batch. None: that of the arrays.
+            rows: The rows that the arrays have: all, or those of `local_rows`. None: all.
 
         Raises:
             ConfigError: The arrays have different numbers of rows, or none, or hold no numbers, or are not the rows of this
@@ -248,17 +249,17 @@ class Steps:
         """
         for keys, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
             if (dtype := np.asarray(leaf).dtype).kind in "OSUMmV" and not jnp.issubdtype(dtype, jnp.floating):
-                raise ConfigError(
-                    f"collate_fn returned {jax.tree_util.keystr(keys)} of dtype {dtype}: return arrays of numbers or booleans."
-                )
+                name = jax.tree_util.keystr(keys) or with_article(type(leaf).__name__)
+                raise ConfigError(f"collate_fn returned {name} of dtype {dtype}: return arrays of numbers or booleans.")
         given = num_rows_of(batch)
-        own = slice(0, given) if num_rows is None else self.local_rows(num_rows)
-        if given != own.stop - own.start:
+        num_rows = num_rows or given
+        rows = rows or slice(0, num_rows)
+        if given != rows.stop - rows.start:
             raise ConfigError(
-                f"collate_fn returned {given} rows for {own.stop - own.start} examples. Return one row for each example."
+                f"collate_fn returned {given} rows for {rows.stop - rows.start} examples. Return one row for each example."
             )
-        sharding = self._batch_sharding(num_rows or given)
-        return jax.tree.map(lambda array: _placed(array, sharding, num_rows or given, own.start), batch)
+        sharding = self._batch_sharding(num_rows)
+        return jax.tree.map(lambda array: _placed(array, sharding, num_rows, rows.start), batch)
 
     # ---------------------------------------------------------------------------------------------------- steps
 
@@ -358,6 +359,7 @@ class Steps:
     def _loss(self, rng: Any, state: TrainState, params: Any, batch: Any, *, is_training: bool) -> Loss:
         if self._loss_fn is None:
             raise ConfigError("There is no loss_fn: give Steps(loss_fn=...).")
+        num_rows = num_rows_of(batch)  # loss_fn may take arrays out of the dict
         returned = call_by_name(
             self._loss_fn,
             rng=rng,
@@ -366,7 +368,7 @@ class Steps:
             batch=batch,
             is_training=is_training,
         )
-        return as_loss(returned, num_rows_of(batch))
+        return as_loss(returned, num_rows)
 
     def _as_computed(self, params: Any) -> Any:
         dtype = self._compute_dtype
