@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.drives import GIVEN_UP_S, START_S, Drive, Drives, trains
+from support.drives import GIVEN_UP_S, START_S, Drive, Drives, make_whole, trains
 from support.machines import Machines
 from support.poll import until
 
@@ -33,7 +33,7 @@ def test_cut_in_an_all_reduce(machines: Machines, drives: Drives, workers: Any) 
     machines.plug(2, is_in=True)
     driver.wait_for(lambda result: result["step"] >= 40, START_S)
     if workers != 6:
-        driver.wait_for(trains(6, attempt=3), START_S)
+        make_whole(machines, driver)
     driver.stop()
     driver.wait_over(failures=0 if workers == 6 else 1)
     assert workers != 6 or {result["attempt"] for result in driver.results()} == {1}
@@ -51,9 +51,7 @@ def test_cut_in_the_commit_of_a_checkpoint(machines: Machines, drives: Drives) -
     machine = machine_of_rank(driver, 0)
     machines.plug(machine, is_in=False)
     time.sleep(20)
-    machines.plug(machine, is_in=True)
-    attempt = driver.results()[-1]["attempt"]
-    driver.wait_for(trains(6, attempt=max(2, attempt)), START_S)
+    make_whole(machines, driver)
     driver.stop()
     run = driver.wait_over()
     for checkpoint in run.checkpoints:
@@ -65,8 +63,7 @@ def test_cut_while_large_checkpoints_are_written(machines: Machines, drives: Dri
     driver.wait_for(lambda result: result["size"] == 6 and result["step"] >= 10, START_S)
     machines.plug(2, is_in=False)
     driver.wait_for(trains(4), 2 * GIVEN_UP_S)
-    machines.plug(2, is_in=True)
-    driver.wait_for(trains(6, attempt=3), START_S)
+    make_whole(machines, driver)
     driver.stop()
     driver.wait_over(failures=1)
 
@@ -80,9 +77,7 @@ def test_cut_in_a_resize(machines: Machines, drives: Drives) -> None:
     assert until(lambda: '"failure"' in events.read_text(), 2 * GIVEN_UP_S, 0.01), events.read_text()[-3000:]
     machines.plug(1, is_in=False)
     driver.wait_for(trains(2), 3 * GIVEN_UP_S)
-    for machine in (1, 2):
-        machines.plug(machine, is_in=True)
-    driver.wait_for(trains(6, attempt=3), START_S)
+    make_whole(machines, driver)
     driver.stop()
     driver.wait_over()
 

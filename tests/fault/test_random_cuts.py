@@ -12,10 +12,8 @@ import time
 
 import pytest
 
-from support.drives import START_S, Drive, Drives, trains
+from support.drives import START_S, Drives, make_whole, trains
 from support.machines import Machines
-from support.pace import slowness
-from support.poll import until
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(400)]
 
@@ -23,14 +21,6 @@ NUM_SCHEDULES = int(os.environ.get("RAYSGD_CUTS", 1))
 FIRST_SEED = int(os.environ.get("RAYSGD_CUTS_SEED", 1))
 #: Seconds in which faults begin.
 FAULTS_S = 60.0
-#: Seconds until the group has its full size again: a node that was lost four times is on probation for 40.
-WHOLE_S = 150.0
-
-
-def _is_whole(machines: Machines, driver: Drive, since: float) -> bool:
-    """Return whether the group has its full size; a machine that Ray has counted as lost meanwhile is started again."""
-    machines.make_whole()
-    return any(result["at"] > since and result["size"] == 6 for result in driver.results())
 
 
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SCHEDULES))
@@ -59,8 +49,6 @@ def test_random_schedule_of_cuts_and_kills(machines: Machines, drives: Drives, s
             for machine in chosen:
                 machines.plug(machine, is_in=True)
         time.sleep(draw.uniform(0, 6))
-    over_at = time.time()
-    is_whole = until(lambda: _is_whole(machines, driver, over_at), WHOLE_S * slowness(), 5)
-    assert is_whole, driver.text[-5000:]
+    make_whole(machines, driver)
     driver.stop()
     driver.wait_over()

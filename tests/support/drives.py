@@ -27,6 +27,8 @@ from support.project import ROOT
 START_S = 90.0
 #: `FailureConfig.heartbeat_timeout_s`, and what the checks of processes and the next attempt take on a busy machine.
 GIVEN_UP_S = 10 + 8
+#: Seconds until a group has its full size again: a node that was lost four times is on probation for 40.
+WHOLE_S = 150.0
 #: The steps of the longest run, and those of an epoch.
 MAX_STEPS = 1500
 STEPS_PER_EPOCH = 100
@@ -188,6 +190,20 @@ def cut(machines: Machines, machine: int, for_s: float) -> float:
     time.sleep(for_s)
     machines.plug(machine, is_in=True)
     return time.time()
+
+
+def make_whole(machines: Machines, driver: Drive) -> None:
+    """Plug all cables in, and wait until the group has its full size.
+
+    A machine that Ray counted as lost, as it does on a busy machine in a shorter cut, is started again.
+    """
+    since = time.time()
+
+    def is_whole() -> bool:
+        machines.make_whole()
+        return any(result["at"] > since and result["size"] == 6 for result in driver.results())
+
+    assert until(is_whole, WHOLE_S * slowness(), 5), driver.text[-5000:]
 
 
 def grow_after_a_cut(machines: Machines, drives: Drives) -> tuple[Drive, float]:
