@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -11,7 +10,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from raysgd._util.logs import get_logger
 from raysgd.declarative.args import TrainerArgs
@@ -26,7 +24,8 @@ from raysgd.declarative.components import (
     make_optimizer,
     seed_rows,
 )
-from raysgd.declarative.hooks import AggregatedOutputs, Hooks, TrainHook
+from raysgd.declarative.hooks import Hooks, TrainHook
+from raysgd.declarative.reductions import Reductions
 from raysgd.declarative.resuming import TrainStatus, check_interval, find_epoch_steps
 from raysgd.declarative.values import Importer, naming
 from raysgd.engine.config import EngineConfig
@@ -189,7 +188,7 @@ class TrainingLoop(Stepper):
             stage: None if loader is None else Batches(self._followed(loader, stage), input_type)
             for stage, loader in self.dataloader.items()
         }
-        self._aggregate = self._make_aggregation()
+        self._reductions = Reductions(args.optimizer, importer, self.sync_group, self)
         parts = {"model": model, "optimizer": optimizer, "lr_scheduler": self.lr_scheduler}
         owners = {name: each for name, each in parts.items() if isinstance(each, TrainHook)}
         self._hooks = Hooks(owners | make_hooks(args, importer))
@@ -332,9 +331,11 @@ class TrainingLoop(Stepper):
         hooks.call("on_train_step_start", self, batches, idx)
         outputs, losses = self._forward_and_backward(group)
         hooks.call("on_train_step_end", self, outputs, batches, idx)
-        aggregated, loss, num_rows = self._aggregate_step(outputs, losses, [rows for _, rows in group])
+        aggregated, loss, num_rows = self._reductions.aggregate(
+            outputs, losses, [rows for _, rows in group], self.train_args.optimizer.loss_reduction
+        )
         hooks.call("after_aggregate_train_step_outputs", self, aggregated, loss, idx)
-        engine.scale_gradients(self._gradient_factor(aggregated))
+        engine.scale_gradients(self._reductions.gradient_factor(aggregated))
         hooks.call("before_gnorm_clip", self)
         limit = self.train_args.optimizer.clip_gnorm or float("inf")
         norm = engine.clip_grad_norm_(limit)
@@ -394,64 +395,6 @@ class TrainingLoop(Stepper):
                 )
             return self.model(**batch)
         return self.model(batch)
-
-    def _aggregate_step(
-        self, outputs: list[Any], losses: list[torch.Tensor], rows: list[int]
-    ) -> tuple[AggregatedOutputs, float, float]:
-        """Return the outputs of all replicas together, the loss as it is reported, and the rows."""
-        optimizer = self.train_args.optimizer
-        found = torch.stack(losses).double().cpu()  # one wait for the device
-        of_rows = float((found * torch.tensor(rows, dtype=torch.float64)).sum())
-        sums = self._sum_over_replicas([float(found.sum()), float(len(losses)), of_rows, float(sum(rows))])
-        aggregated = AggregatedOutputs(loss_sum=sums[0], num_batches=int(sums[1]))
-        if self._aggregate is not None:
-            aggregated = self._aggregate(outputs)
-            if not isinstance(aggregated, AggregatedOutputs):
-                raise ConfigError(
-                    f"{optimizer.aggregate_outputs_fn} returned {type(aggregated).__name__}; return a "
-                    "raysgd.declarative.AggregatedOutputs."
-                )
-        loss_sum = sums[0] if aggregated.loss_sum is None else float(aggregated.loss_sum)
-        number = int(sums[1]) if aggregated.num_batches is None else int(aggregated.num_batches)
-        if "per-token-mean" in (optimizer.loss_reduction, optimizer.grad_reduction) and not aggregated.num_tokens:
-            raise ConfigError(
-                f"{optimizer.aggregate_outputs_fn} returned num_tokens={aggregated.num_tokens!r}, and 'per-token-mean' "
-                "divides by it."
-            )
-        loss = {
-            "mean": loss_sum / max(1, number),
-            "sum": loss_sum,
-            "row-mean": sums[2] / max(1.0, sums[3]),
-            "per-token-mean": loss_sum / float(aggregated.num_tokens or 1),
-        }[optimizer.loss_reduction]
-        aggregated.num_batches = number
-        return aggregated, loss, sums[3]
-
-    def _sum_over_replicas(self, values: list[float]) -> list[float]:
-        if self.sync_group is None:
-            return values
-        total = torch.tensor(values, dtype=torch.float64, device=device())
-        dist.all_reduce(total, group=self.sync_group)
-        found: list[float] = total.tolist()
-        return found
-
-    def _make_aggregation(self) -> Any:
-        name = self.train_args.optimizer.aggregate_outputs_fn
-        if name is None:
-            return None
-        function = load_function(self._importer, name, "optimizer.aggregate_outputs_fn")
-        takes_loop = len(inspect.signature(function).parameters) == 3
-        return lambda outputs: function(*([self] if takes_loop else []), outputs, self.sync_group)
-
-    def _gradient_factor(self, aggregated: AggregatedOutputs) -> float:
-        """Return what gradients of the mean over micro-batches are multiplied by."""
-        number = float(aggregated.num_batches or 1)
-        reduction = self.train_args.optimizer.grad_reduction
-        if reduction == "sum":
-            return number
-        if reduction == "per-token-mean":
-            return number / float(aggregated.num_tokens or 1)
-        return 1.0
 
     def _step_scheduler(self, interval: str) -> None:
         """Make a step of the scheduler, if it counts these. It may follow the validation's loss, or without one this step's."""
@@ -518,7 +461,7 @@ class TrainingLoop(Stepper):
                     total = self._validation_step(group, idx, total)
         finally:
             self.model.train()
-        sums = self._sum_over_replicas(total)
+        sums = self._reductions.add(total)
         loss = sums[0] / max(1.0, sums[1])
         hooks.call("on_val_end", self, loss)
         return loss
@@ -543,17 +486,14 @@ class TrainingLoop(Stepper):
         hooks.call("on_val_step_start", self, batches, idx)
         # A replica whose rows are all repeated computes them too, as sharded models need all ranks.
         outputs = [self._forward(take_rows(batch, rows) if rows else batch) for batch, rows in group]
-        losses = [float(find_loss(output, str(self.train_args.model.type))) for output in outputs]
+        losses = [find_loss(output, str(self.train_args.model.type)) for output in outputs]
+        rows = [number for _, number in group]
         hooks.call("on_val_step_end", self, outputs, batches, idx)
-        of_rows = sum(loss * rows for loss, (_, rows) in zip(losses, group, strict=True))
-        num_rows = sum(rows for _, rows in group)
         if hooks.has("after_aggregate_val_step_outputs"):
-            sums = self._sum_over_replicas([sum(losses), float(len(losses)), of_rows, float(num_rows)])
-            aggregated = AggregatedOutputs(loss_sum=sums[0], num_batches=int(sums[1]))
-            if self._aggregate is not None:
-                aggregated = self._aggregate(outputs)
-            hooks.call("after_aggregate_val_step_outputs", self, aggregated, sums[2] / max(1.0, sums[3]), idx)
-        return [total[0] + of_rows, total[1] + num_rows]
+            aggregated, loss, _ = self._reductions.aggregate(outputs, losses, rows, "row-mean")
+            hooks.call("after_aggregate_val_step_outputs", self, aggregated, loss, idx)
+        of_rows = sum(float(loss) * number for loss, number in zip(losses, rows, strict=True))
+        return [total[0] + of_rows, total[1] + sum(rows)]
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
