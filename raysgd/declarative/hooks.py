@@ -139,7 +139,8 @@ class TrainHook:
         """A checkpoint was read, and is about to be restored: ``model``, ``optimizer``, ``lr_scheduler`` and ``train_status``.
 
         It also has what `on_save_checkpoint` of this rank added, or of rank 0 if as many ranks did not save it. What is changed
-        in ``model``, ``optimizer`` and ``lr_scheduler`` is what is restored.
+        in ``model``, ``optimizer`` and ``lr_scheduler`` is what is restored. Tensors that ranks saved in shards are of
+        `raysgd.SavedArray`: ``value.read()`` reads one.
         """
 
     def after_load_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:

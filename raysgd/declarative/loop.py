@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -11,13 +10,11 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from raysgd._util.logs import get_logger
 from raysgd.declarative.args import TrainerArgs
 from raysgd.declarative.components import (
     Batches,
-    count_tokens,
     find_loss,
     load_function,
     make_dataset,
@@ -27,7 +24,8 @@ from raysgd.declarative.components import (
     make_optimizer,
     seed_rows,
 )
-from raysgd.declarative.hooks import AggregatedOutputs, Hooks, TrainHook
+from raysgd.declarative.hooks import Hooks, TrainHook
+from raysgd.declarative.reductions import Reductions
 from raysgd.declarative.resuming import TrainStatus, check_interval, find_epoch_steps
 from raysgd.declarative.values import Importer, naming
 from raysgd.engine.config import EngineConfig
@@ -190,7 +188,7 @@ class TrainingLoop(Stepper):
             stage: None if loader is None else Batches(self._followed(loader, stage), input_type)
             for stage, loader in self.dataloader.items()
         }
-        self._aggregate = self._make_aggregation()
+        self._reductions = Reductions(args.optimizer, str(args.model.type), importer, self.sync_group, self)
         parts = {"model": model, "optimizer": optimizer, "lr_scheduler": self.lr_scheduler}
         owners = {name: each for name, each in parts.items() if isinstance(each, TrainHook)}
         self._hooks = Hooks(owners | make_hooks(args, importer))
@@ -338,9 +336,11 @@ class TrainingLoop(Stepper):
         hooks.call("on_train_step_start", self, batches, idx)
         outputs, losses = self._forward_and_backward(group)
         hooks.call("on_train_step_end", self, outputs, batches, idx)
-        aggregated, loss, num_rows = self._aggregate_step(outputs, losses, [rows for _, rows in group])
+        aggregated, loss, num_rows = self._reductions.aggregate(
+            outputs, losses, [rows for _, rows in group], self.train_args.optimizer.loss_reduction
+        )
         hooks.call("after_aggregate_train_step_outputs", self, aggregated, loss, idx)
-        engine.scale_gradients(self._gradient_factor(aggregated))
+        engine.scale_gradients(self._reductions.gradient_factor(aggregated))
         hooks.call("before_gnorm_clip", self)
         limit = self.train_args.optimizer.clip_gnorm or float("inf")
         norm = engine.clip_grad_norm_(limit)
@@ -402,72 +402,6 @@ class TrainingLoop(Stepper):
                 )
             return self.model(**batch)
         return self.model(batch)
-
-    def _aggregate_step(
-        self, outputs: list[Any], losses: list[torch.Tensor], rows: list[int]
-    ) -> tuple[AggregatedOutputs, float, float]:
-        """Return the outputs of all replicas together, the loss as it is reported, and the rows."""
-        reduction = self.train_args.optimizer.loss_reduction
-        found = torch.stack(losses).double().cpu()  # one wait for the device
-        of_rows = float((found * torch.tensor(rows, dtype=torch.float64)).sum())
-        tokens = sum(self._tokens_of(output) for output, num in zip(outputs, rows, strict=True) if num)
-        sums = self._sum_over_replicas(
-            [float(found.sum()), float(len(losses)), of_rows, float(sum(rows)), float(tokens)]
-        )
-        aggregated = AggregatedOutputs(
-            loss_sum=sums[0], num_batches=int(sums[1]), num_tokens=int(sums[4]) if self._counts_tokens else None
-        )
-        if self._aggregate is not None:
-            aggregated = self._aggregate(outputs)
-            if not isinstance(aggregated, AggregatedOutputs):
-                raise ConfigError(
-                    f"{self.train_args.optimizer.aggregate_outputs_fn} returned {type(aggregated).__name__}; return a "
-                    "raysgd.declarative.AggregatedOutputs."
-                )
-        loss_sum = sums[0] if aggregated.loss_sum is None else float(aggregated.loss_sum)
-        number = int(sums[1]) if aggregated.num_batches is None else int(aggregated.num_batches)
-        aggregated.num_batches = number
-        if reduction == "per-token-mean":
-            return aggregated, loss_sum / self._tokens_in(aggregated), sums[3]
-        loss = {"mean": loss_sum / max(1, number), "sum": loss_sum, "row-mean": sums[2] / max(1.0, sums[3])}[reduction]
-        return aggregated, loss, sums[3]
-
-    def _tokens_of(self, output: Any) -> int:
-        return count_tokens(output, str(self.train_args.model.type)) if self._counts_tokens else 0
-
-    def _tokens_in(self, aggregated: AggregatedOutputs) -> int:
-        """Return the tokens of a step, by which losses or gradients are divided; they are 0 where there is none."""
-        if aggregated.num_tokens is None:
-            raise ConfigError(
-                f"{self.train_args.optimizer.aggregate_outputs_fn} returned num_tokens=None, and per-token-mean divides by it."
-            )
-        return max(1, int(aggregated.num_tokens))
-
-    def _sum_over_replicas(self, values: list[float]) -> list[float]:
-        if self.sync_group is None:
-            return values
-        total = torch.tensor(values, dtype=torch.float64, device=device())
-        dist.all_reduce(total, group=self.sync_group)
-        found: list[float] = total.tolist()
-        return found
-
-    def _make_aggregation(self) -> Any:
-        name = self.train_args.optimizer.aggregate_outputs_fn
-        if name is None:
-            return None
-        function = load_function(self._importer, name, "optimizer.aggregate_outputs_fn")
-        takes_loop = len(inspect.signature(function).parameters) == 3
-        return lambda outputs: function(*([self] if takes_loop else []), outputs, self.sync_group)
-
-    def _gradient_factor(self, aggregated: AggregatedOutputs) -> float:
-        """Return what gradients of the mean over micro-batches are multiplied by."""
-        number = float(aggregated.num_batches or 1)
-        reduction = self.train_args.optimizer.grad_reduction
-        if reduction == "sum":
-            return number
-        if reduction == "per-token-mean":
-            return number / self._tokens_in(aggregated)
-        return 1.0
 
     def _step_scheduler(self, interval: str) -> None:
         """Make a step of the scheduler, if it counts these. It may follow the validation's loss, or without one this step's."""
@@ -534,7 +468,7 @@ class TrainingLoop(Stepper):
                     total = self._validation_step(group, idx, total)
         finally:
             self.model.train()
-        sums = self._sum_over_replicas(total)
+        sums = self._reductions.add(total)
         loss = sums[0] / max(1.0, sums[1])
         hooks.call("on_val_end", self, loss)
         return loss
@@ -559,22 +493,17 @@ class TrainingLoop(Stepper):
         hooks.call("on_val_step_start", self, batches, idx)
         # A replica whose rows are all repeated computes them too, as sharded models need all ranks.
         outputs = [self._forward(take_rows(batch, rows) if rows else batch) for batch, rows in group]
-        losses = [float(find_loss(output, str(self.train_args.model.type))) for output in outputs]
+        losses = [find_loss(output, str(self.train_args.model.type)) for output in outputs]
+        rows = [number for _, number in group]
         hooks.call("on_val_step_end", self, outputs, batches, idx)
         is_of_tokens = self.train_args.optimizer.loss_reduction == "per-token-mean"
-        counted = [0.0, 0.0]
-        for loss, output, (_, rows) in zip(losses, outputs, group, strict=True):
-            if rows:
-                more = (loss, self._tokens_of(output)) if is_of_tokens else (loss * rows, rows)
-                counted = [counted[0] + more[0], counted[1] + more[1]]
-        if hooks.has("after_aggregate_val_step_outputs") or (is_of_tokens and self._aggregate is not None):
-            sums = self._sum_over_replicas([sum(losses), float(len(losses)), *counted])
-            aggregated = AggregatedOutputs(loss_sum=sums[0], num_batches=int(sums[1]))
-            if self._aggregate is not None:
-                aggregated = self._aggregate(outputs)
-                if is_of_tokens:  # of all replicas: their sums are equal
-                    sums[2:] = counted = [float(aggregated.loss_sum or 0.0), float(self._tokens_in(aggregated))]
-            hooks.call("after_aggregate_val_step_outputs", self, aggregated, sums[2] / max(1.0, sums[3]), idx)
+        counted = self._reductions.count(outputs, losses, rows)
+        if hooks.has("after_aggregate_val_step_outputs") or (is_of_tokens and not self._counts_tokens):
+            reduction = "per-token-mean" if is_of_tokens else "row-mean"
+            aggregated, loss, _ = self._reductions.aggregate(outputs, losses, rows, reduction)
+            if is_of_tokens and not self._counts_tokens:  # of all replicas: their sums are equal
+                counted = [loss * (tokens := self._reductions.tokens_in(aggregated)), float(tokens)]
+            hooks.call("after_aggregate_val_step_outputs", self, aggregated, loss, idx)
         return [total[0] + counted[0], total[1] + counted[1]]
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

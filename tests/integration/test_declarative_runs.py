@@ -22,7 +22,7 @@ from raysgd.declarative.strategies import engine_fields
 from raysgd.declarative.values import Importer
 from raysgd.engine.config import EngineConfig
 from raysgd.testing import FaultPlan, Kill, check_history
-from support import command
+from support import command, nnscaler_files
 from support.engine_models import batch, build
 from support.poll import until
 from support.runs import PATIENCE_S, make_trainer, quiet
@@ -349,6 +349,27 @@ def test_the_documents_example_trains_and_continues(ray_cluster: dict[str, Any],
     again = command.run(ray_cluster, tmp_path, *words)
     assert again.returncode == 0, again.stderr
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", ["images", "tokens"])
+def test_files_of_nnscaler_train_on_a_worker(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(nnscaler_files.FILES[name][0])
+    metrics = train(load_args("job.yaml", ["--enable_progress_bar=false", "--trainer.cpus_per_worker=1"]))
+    assert metrics["finished_train_steps"] == {"images": 15, "tokens": 3}[name]
+    folder = {"images": "logs/tb", "tokens": "lite"}[name]
+    assert [*(tmp_path / "checkpoints" / "run_001" / folder).glob("events*")]
+
+
+@pytest.mark.parametrize("engine", [{"zero_stage": 3}, {"zero_stage": 1}], ids=["fsdp", "zero 1"])
+def test_hooks_see_and_change_checkpoints_of_models_in_shards(engine: dict[str, Any], tmp_path: Path) -> None:
+    hook = {"type": "support.declared.DoublingCheckpoints", "args": {"folder": str(tmp_path)}}
+    checkpoint = {"save_dir": str(tmp_path / "runs"), "resume_from": "last"}
+    values = merge(BASE, {"engine": engine, "hook": hook, "checkpoint": checkpoint, "enable_progress_bar": False})
+    for steps in (2, 3):
+        train(merge(values, {"max_train_steps": steps}))
+    saved, restored = json.loads((tmp_path / "norms").read_text())
+    assert restored == pytest.approx(2 * saved, rel=1e-5)
 
 
 def test_a_detached_training_continues_without_the_command(ray_cluster: dict[str, Any], tmp_path: Path) -> None:

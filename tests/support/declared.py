@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from raysgd import SavedArray
 from raysgd.declarative import AggregatedOutputs, TrainHook
 from raysgd.session import context
 from support.engine_models import batch
@@ -386,6 +387,28 @@ class ChangingCheckpoints(TrainHook):
 
     def after_load_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         CALLS.append(("after_load", trainer.train_status.finished_train_steps, checkpoint["own"]))
+
+
+class DoublingCheckpoints(TrainHook):
+    """Doubles the weights that are restored, also those in shards, and writes down their norms as saved and as restored."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = Path(folder) / "norms"
+
+    def on_load_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+        whole = {
+            name: value.read() if isinstance(value, SavedArray) else value
+            for name, value in checkpoint["model"].items()
+        }
+        self.norm = float(sum(value.square().sum() for value in whole.values()) ** 0.5)
+        checkpoint["model"] = {name: 2 * value for name, value in whole.items()}
+
+    def after_load_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+        weights = [each.detach() for each in trainer.model.parameters()]
+        weights = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in weights]
+        norm = float(sum(each.square().sum() for each in weights) ** 0.5)
+        if trainer.rank == 0:
+            self.path.write_text(json.dumps([self.norm, norm]))
 
 
 class ReplacingCheckpoints(TrainHook):

@@ -12,14 +12,14 @@ OWN = ("trainer", "engine", "search")
 #: Fields that mean the same.
 SAME = """
     init_module vars compute_config.plan_ngpus compute_config.runtime_ngpus compute_config.use_zero
-    compute_config.zero_use_reduce_scatter compute_config.user_config run_mode model.type model.args optimizer.type optimizer.args
-    optimizer.clip_gnorm optimizer.loss_reduction optimizer.grad_reduction optimizer.aggregate_outputs_fn dataset.type
-    dataset.train_args dataset.val_args dataloader.type dataloader.train_args dataloader.val_args dataloader.test_args
-    dataset_sampler.train_args dataset_sampler.val_args dataset_sampler.test_args lr_scheduler.type lr_scheduler.args
-    lr_scheduler.interval checkpoint.save_dir checkpoint.no_save checkpoint.save_last checkpoint.save_best
+    compute_config.zero_use_reduce_scatter compute_config.user_config run_mode model.type model.args optimizer.type
+    optimizer.args optimizer.clip_gnorm optimizer.loss_reduction optimizer.grad_reduction optimizer.aggregate_outputs_fn
+    dataset.type dataset.train_args dataset.val_args dataloader.type dataloader.train_args dataloader.val_args
+    dataloader.test_args dataset_sampler.train_args dataset_sampler.val_args dataset_sampler.test_args lr_scheduler.type
+    lr_scheduler.args lr_scheduler.interval checkpoint.save_dir checkpoint.no_save checkpoint.save_last checkpoint.save_best
     checkpoint.every_n_train_steps checkpoint.every_n_epochs checkpoint.keep_last_n_checkpoints hook.type log.type
-    micro_batch_size global_batch_size grad_accumulation_steps max_epochs max_train_steps max_val_steps val_every_n_train_steps val_every_n_epochs
-    enable_progress_bar
+    micro_batch_size global_batch_size grad_accumulation_steps max_epochs max_train_steps max_val_steps
+    val_every_n_train_steps val_every_n_epochs enable_progress_bar
 """.split()
 #: Fields that mean something else, and what.
 OTHER = {

@@ -60,7 +60,7 @@ class Base(TrainHook):
 
 
 def refusal_of(folder: Path, job: str, parts: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return what is said of a job file, and check that no module of the user is imported for it."""
+    """Return the error of a job file, and check that no module of the user is imported for it."""
     (folder / "job.yaml").write_text(JOB + job)
     (folder / "parts.py").write_text(f"{PARTS}{parts}\nraise RuntimeError('imported')\n")
     monkeypatch.chdir(folder)
@@ -86,10 +86,10 @@ def refusal_of(folder: Path, job: str, parts: str, monkeypatch: pytest.MonkeyPat
 def test_hook_with_a_wrong_name_or_arguments_is_refused_before_anything_starts(
     method: str, text: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = refusal_of(tmp_path, "hook: {type: parts.Mine}", f"class Mine{base}:\n    {method}", monkeypatch)
-    assert said.startswith("job.yaml, line 5, hook.type: ")
+    message = refusal_of(tmp_path, "hook: {type: parts.Mine}", f"class Mine{base}:\n    {method}", monkeypatch)
+    assert message.startswith("job.yaml, line 5, hook.type: ")
     with pytest.raises(ConfigError, match=text):
-        raise ConfigError(said)
+        raise ConfigError(message)
 
 
 def test_methods_of_a_class_that_is_inherited_in_the_module_are_checked(
@@ -110,14 +110,14 @@ def test_components_that_are_hooks_are_checked_too(
     with pytest.raises(ConfigError, match=f"{section}.type: .*on_epoch_ends, which is not a hook"):
         load_args("job.yaml", [f"--{section}.type", "parts.Mine", "--optimizer.args!"])
     (tmp_path / "parts.py").write_text(PARTS + parts.replace(", TrainHook", ""))
-    load_args("job.yaml", [f"--{section}.type", "parts.Mine", "--optimizer.args!"])  # its methods are no hooks
+    load_args("job.yaml", [f"--{section}.type", "parts.Mine", "--optimizer.args!"])  # its methods are not called
 
 
 def test_function_with_too_many_arguments_is_refused_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = refusal_of(tmp_path, "hook:\n  on_epoch_end: parts.f", "def f(trainer, epoch, step): ...", monkeypatch)
-    assert said.startswith(
+    message = refusal_of(tmp_path, "hook:\n  on_epoch_end: parts.f", "def f(trainer, epoch, step): ...", monkeypatch)
+    assert message.startswith(
         "job.yaml, line 6, hook.on_epoch_end: hook.on_epoch_end parts.f is called with (trainer, epoch)"
     )
 
