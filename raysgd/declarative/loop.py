@@ -31,12 +31,10 @@ from raysgd.engine.config import EngineConfig
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.session import api, rank_state
-from raysgd.torch.batches import count_rows, take_rows
+from raysgd.torch.batches import count_rows, digest, take_rows
 from raysgd.torch.devices import device, to_device
-from raysgd.torch.evaluation import EvaluationLoader
 from raysgd.torch.loader import PreparedLoader
-from raysgd.torch.passes import HandedBatch
-from raysgd.torch.rows import FollowedLoader, check_order, describe_order
+from raysgd.torch.rows import check_order, describe_order
 from raysgd.train.loop import LoopSettings, Stepper
 from raysgd.train.loop import train as run_loop
 
@@ -83,7 +81,7 @@ class TrainingLoop(Stepper):
         self._val_loss: float | None = None  # of the newest validation
         self._epoch_generators: Any = None
         self._resumed: tuple[Any, Any] = (None, None)  # of the loader, and of the generators when the epoch began
-        self._own_rows = 1
+        self._first_batches: list[bytes] | None = []  # hashes of them
 
     @property
     def train_status(self) -> TrainStatus:
@@ -153,8 +151,7 @@ class TrainingLoop(Stepper):
             self.sync_group = self.engine.mesh["dp"].get_group()
         input_type = args.precision_of("input")
         self._batches = {
-            stage: None if loader is None else Batches(self._followed(loader, stage), input_type)
-            for stage, loader in self.dataloader.items()
+            stage: None if loader is None else Batches(loader, input_type) for stage, loader in self.dataloader.items()
         }
         self._aggregate = self._make_aggregation()
         owners = [each for each in (model, optimizer, self.lr_scheduler) if isinstance(each, TrainHook)]
@@ -162,22 +159,6 @@ class TrainingLoop(Stepper):
         if self.rank == 0:
             self._make_loggers()
         self._hooks.call("after_setup", self)
-
-    def _followed(self, loader: Any, stage: str) -> Any:
-        if not isinstance(loader, PreparedLoader):
-            return loader
-        if stage != "train":
-            try:
-                return EvaluationLoader(loader)
-            except ConfigError:  # it is not known which rows each replica reads
-                return loader
-        if self.train_args.optimizer.grad_reduction != "row-mean":
-            return loader
-
-        def on_batch(batch: HandedBatch) -> None:
-            self._own_rows = batch.num_rows
-
-        return FollowedLoader(loader, on_batch, keeps_repeated=False)
 
     def _count_accumulation(self) -> int:
         """Return the micro-batches of a replica per step; an elastic group keeps the rows of a step."""
@@ -248,23 +229,50 @@ class TrainingLoop(Stepper):
         while True:
             group = []
             for batch in islice(iterator, self._accumulation):
-                if not isinstance(self.dataloader["train"], PreparedLoader):
-                    batch = to_device(batch, device())
-                group.append((batch, self._own_rows if self._is_weighted else count_rows(batch)))
-            self._check_group(len(group))
+                group.append(self._counted(batch, "train", keeps_repeated=not self._is_weighted))
+            self._check_group(group)
             if not group:
                 return
             yield group
 
-    def _check_group(self, number: int) -> None:
-        """Check that all ranks have as many micro-batches, where the loader does not guarantee it.
+    def _counted(self, batch: Any, stage: str, *, keeps_repeated: bool) -> tuple[Any, int]:
+        """Return the batch that a loader handed out now, and the rows of the data that count in it.
+
+        A rank whose rows are all repeated keeps them, as sharded models need all ranks; they count as none.
+        """
+        loader = self.dataloader[stage]
+        if not isinstance(loader, PreparedLoader):
+            return to_device(batch, device()), count_rows(batch)
+        rows = loader.rows
+        if keeps_repeated:
+            return batch, rows.samples
+        return take_rows(batch, rows.own, rows.num) if rows.own else batch, rows.own_samples
+
+    def _check_group(self, group: list[tuple[Any, int]]) -> None:
+        """Check that all ranks have as many micro-batches, and not the same ones, where the loader does not guarantee it.
+
+        The first two batches are compared. If they are equal, all rows may be, and equal ones on the ranks mean nothing.
 
         Raises:
-            ConfigError: The numbers differ.
+            ConfigError: The numbers differ, or all replicas of the model read the same rows.
         """
         if self.world_size == 1 or self._training_data().is_even:
             return
-        of_ranks = api.gather(number)
+        if self._first_batches is not None:
+            self._first_batches += [digest(batch) for batch, _ in group[: 2 - len(self._first_batches)]]
+        gathered = api.gather((len(group), self._first_batches))
+        of_ranks, firsts = [number for number, _ in gathered], [first for _, first in gathered]
+        if self._first_batches is not None and len(self._first_batches) == 2:
+            self._first_batches = None
+            is_same = self._replicas > 1 and all(each == firsts[0] for each in firsts)
+            if is_same and len(set(firsts[0])) == 2:
+                data = self.train_args.dataset.type
+                raise ConfigError(
+                    f"all {self._replicas} replicas of the model read the same batches: dataloader.type "
+                    f"{self.train_args.dataloader.type} does not use the sampler that it gets, or {data} is an IterableDataset "
+                    "that yields all rows on all ranks. Give the sampler to the loader, or yield the rows of "
+                    "raysgd.data_parallel_rank() of raysgd.data_parallel_size()."
+                )
         if len(set(of_ranks)) > 1:
             raise ConfigError(
                 f"ranks 0 to {self.world_size - 1} have {of_ranks} micro-batches for step {self.position.epoch_steps} of "
@@ -440,7 +448,8 @@ class TrainingLoop(Stepper):
         try:
             with torch.no_grad():
                 for idx, batch in enumerate(islice(batches.start_epoch(0, 0), self.train_args.max_val_steps)):
-                    total = self._validation_step(batches, batch, idx, total)
+                    own, rows = self._counted(batch, stage, keeps_repeated=False)
+                    total = self._validation_step(own, rows, idx, total)
         finally:
             self.model.train()
         sums = self._sum_over_replicas(total)
@@ -448,14 +457,10 @@ class TrainingLoop(Stepper):
         hooks.call("on_val_end", self, loss)
         return loss
 
-    def _validation_step(self, batches: Batches, batch: Any, idx: int, total: list[float]) -> list[float]:
-        hooks, loader = self._hooks, batches.loader
-        if not isinstance(loader, (EvaluationLoader, PreparedLoader)):
-            batch = to_device(batch, device())
-        rows = loader.num_own_rows() if isinstance(loader, EvaluationLoader) else count_rows(batch)
+    def _validation_step(self, batch: Any, rows: int, idx: int, total: list[float]) -> list[float]:
+        hooks = self._hooks
         hooks.call("on_val_step_start", self, [batch], idx)
-        # A replica whose rows are all repeated computes them too, as sharded models need all ranks.
-        output = self._forward(take_rows(batch, rows) if rows else batch)
+        output = self._forward(batch)
         loss = float(find_loss(output, str(self.train_args.model.type)))
         hooks.call("on_val_step_end", self, [output], [batch], idx)
         if hooks.has("after_aggregate_val_step_outputs"):
