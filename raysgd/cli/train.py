@@ -118,10 +118,10 @@ def command(
         raise ConfigError(f"no file is given; give one with -f: raysgd train -f {file}.")
     show_all_output()  # before the import of Ray
     from raysgd.declarative.args import as_values
-    from raysgd.declarative.checking import load_args
+    from raysgd.declarative.checking import load_tree
 
     check_flags(words, command)
-    args = load_args(path, words)
+    args, tree = load_tree(path, words)
     if print_config:
         _print_values(as_values(args), as_json)
         return SUCCEEDED
@@ -131,11 +131,12 @@ def command(
 
     def run() -> None:
         allow_import = list(allowed) or None
-        found.update(
-            train(args, allow_import=allow_import)
-            if stage is None
-            else evaluate(args, stage, allow_import=allow_import)
-        )
+        with tree.naming_places():
+            found.update(
+                train(args, allow_import=allow_import)
+                if stage is None
+                else evaluate(args, stage, allow_import=allow_import)
+            )
 
     status = run_to_end(ctx.find_root().obj, "training", run)
     if status != SUCCEEDED:

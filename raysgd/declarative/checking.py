@@ -43,6 +43,11 @@ def load_args(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tr
     Raises:
         ConfigError: It cannot be read, or a value is not allowed; the text names file, line and key.
     """
+    return load_tree(path, overrides)[0]
+
+
+def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tuple[TrainerArgs, Tree]:
+    """Read a training from a YAML file as `load_args` does; return it with the places of its values."""
     tree = Tree.of_file(os.fspath(path))
     tree.override(overrides)
     args = tree.make_args()
@@ -58,7 +63,7 @@ def load_args(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tr
             from raysgd.declarative.searching import check_search  # imports Ray
 
             check_search(args)
-    return args
+    return args, tree
 
 
 @contextlib.contextmanager

@@ -264,13 +264,11 @@ class Tree:
 
     @contextlib.contextmanager
     def naming_places(self) -> Iterator[None]:
-        """Turn the `FieldError` of the block into an error that names the place of the field."""
+        """Have a `FieldError` of the block name the place of the field; the outermost block decides."""
         try:
             yield
         except FieldError as error:
-            place = self.place_of(error.path)
-            kind = UnknownArgumentError if isinstance(error, UnknownArgumentError) else ConfigError
-            raise kind(f"{place}: {error}" if place else str(error)) from None
+            raise type(error)(error.path, error.text, self.place_of(error.path)) from None
 
 
 def args_of(values: Mapping[str, Any]) -> TrainerArgs:
