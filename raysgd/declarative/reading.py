@@ -202,9 +202,16 @@ class Tree:
         if (whole := _REFERENCE.fullmatch(value)) is not None:
             value = self._look_up(whole, path, using)
         else:
-            value = _REFERENCE.sub(lambda found: str(self._look_up(found, path, using)), value)
+            value = _REFERENCE.sub(lambda found: self._part_of_text(found, path, using), value)
         is_of_home = isinstance(value, str) and (value == "~" or value.startswith("~/"))
         return os.path.expanduser(value) if is_of_home else value
+
+    def _part_of_text(self, reference: re.Match[str], path: _Path, using: tuple[str, ...]) -> str:
+        value = self._look_up(reference, path, using)
+        if value is None or isinstance(value, (dict, list)):
+            what = "null" if value is None else f"a {'mapping' if isinstance(value, dict) else 'list'}"
+            raise ConfigError(f"{self.place_of(path)}: {reference[0]} is {what}, which cannot be a part of a text.")
+        return str(value)
 
     def _look_up(self, reference: re.Match[str], path: _Path, using: tuple[str, ...]) -> Any:
         field, variable = reference.groups()
@@ -516,4 +523,6 @@ _Loader.add_constructor(_PLAIN, lambda loader, node: read_plain(node.value))
 
 
 def _explain(error: Exception) -> str:
-    return " ".join(str(getattr(error, "problem", None) or error).split())
+    problem = str(getattr(error, "problem", None) or error)
+    context = f"{getattr(error, 'context', '')}, " if problem.startswith("but ") else ""
+    return " ".join((context + problem).split())
