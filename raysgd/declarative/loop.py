@@ -31,7 +31,7 @@ from raysgd.engine.config import EngineConfig
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.session import api, rank_state
-from raysgd.torch.batches import count_rows, digest, take_rows
+from raysgd.torch.batches import are_same_batches, count_rows, digest, take_rows
 from raysgd.torch.devices import device, to_device
 from raysgd.torch.loader import PreparedLoader
 from raysgd.torch.rows import check_order, describe_order
@@ -264,8 +264,7 @@ class TrainingLoop(Stepper):
         of_ranks, firsts = [number for number, _ in gathered], [first for _, first in gathered]
         if self._first_batches is not None and len(self._first_batches) == 2:
             self._first_batches = None
-            is_same = self._replicas > 1 and all(each == firsts[0] for each in firsts)
-            if is_same and len(set(firsts[0])) == 2:
+            if self._replicas > 1 and are_same_batches(firsts):
                 data = self.train_args.dataset.type
                 raise ConfigError(
                     f"all {self._replicas} replicas of the model read the same batches: dataloader.type "

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from raysgd.session import context
 from raysgd.torch import prepare_data_loader
-from raysgd.torch.batches import digest, take_rows
+from raysgd.torch.batches import are_same_batches, digest, take_rows
 from raysgd.torch.loader import reads_shard
 from support.loader_draws import Enter, on_ranks, worlds
 
@@ -115,6 +115,19 @@ def test_a_loader_that_reads_all_rows_of_one_dataset_is_noticed(world: Enter) ->
     assert not is_shard(forgets)
     assert not is_shard(forgets, lambda _: Rows(8, draws=True))
     assert not is_shard(lambda data, _: DataLoader(data, 2))
+
+
+@given(rows=st.lists(st.integers(0, 3), min_size=8, max_size=20), num_ranks=st.integers(2, 4), size=st.integers(1, 2))
+def test_ranks_that_read_all_rows_are_noticed_unless_all_rows_are_equal(
+    rows: list[int], num_ranks: int, size: int
+) -> None:
+    def first_two(of_rank: list[int]) -> list[bytes]:
+        batches = [torch.tensor(of_rank[start : start + size]) for start in range(0, len(of_rank), size)]
+        return [digest(batch) for batch in batches[:2]]
+
+    assert are_same_batches([first_two(rows)] * num_ranks) == (rows[:size] != rows[size : 2 * size])
+    shards = [first_two(list(range(rank, 20, num_ranks))) for rank in range(num_ranks)]
+    assert not are_same_batches(shards)
 
 
 def test_equal_batches_have_equal_digests() -> None:
