@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from raysgd._util.logs import get_logger
 from raysgd.cli.console import SUCCEEDED, F, json_flag, print_json
 from raysgd.cli.flags import FieldsCommand
 from raysgd.cli.run import run_to_end, show_all_output
@@ -118,11 +119,13 @@ def command(
         raise ConfigError(f"no file is given; give one with -f: raysgd train -f {file}.")
     show_all_output()  # before the import of Ray
     from raysgd.declarative.args import as_values
-    from raysgd.declarative.checking import load_tree
+    from raysgd.declarative.checking import check_names, load_tree
 
     check_flags(words, command)
     args, tree = load_tree(path, words)
     if print_config:
+        for text in check_names(args):
+            get_logger().warning(text)
         _print_values(as_values(args), as_json)
         return SUCCEEDED
     from raysgd.declarative.entry import evaluate, train  # they import Ray

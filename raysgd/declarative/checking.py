@@ -105,9 +105,10 @@ def check_names(args: TrainerArgs, importer: Importer | None = None) -> list[str
             module = name.partition(".")[0]
             # `find_spec` raises for loaded modules without a specification, such as __main__.
             if len(path) == 2 and module not in sys.modules and importlib.util.find_spec(module) is None:
+                close = nearest(module, [each.name.removesuffix(".py") for each in os.scandir()])
                 missing.append(
                     f"{'.'.join(path)} {name}: there is no module {module!r} in the working directory {os.getcwd()} or installed "
-                    "here; the training fails if the workers have none either."
+                    f"here{close}; the training fails if the workers have none either."
                 )
     return missing
 

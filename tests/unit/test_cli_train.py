@@ -331,6 +331,16 @@ def test_a_mistake_that_an_import_shows_has_its_place(
     assert re.search(text, capsys.readouterr().err)
 
 
+def test_a_module_with_another_name_is_named_when_the_values_are_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "noted.py").touch()
+    assert main(["train", "-f", job, "--print-config", "--model.type", "noteds.Line"]) == 0
+    assert "there is no module 'noteds' in the working directory" in caplog.text
+    assert "(did you mean 'noted'?); the training fails" in caplog.text
+
+
 def test_a_module_that_is_not_here_is_warned_of_before_workers_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
