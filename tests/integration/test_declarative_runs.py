@@ -20,6 +20,7 @@ from raysgd.declarative.reading import args_of, merge
 from raysgd.declarative.strategies import engine_fields
 from raysgd.declarative.values import Importer
 from raysgd.engine.config import EngineConfig
+from raysgd.errors import ConfigError
 from raysgd.testing import FaultPlan, Kill, check_history
 from support import command
 from support.engine_models import batch, build
@@ -269,7 +270,7 @@ def test_loader_or_dataset_that_reads_all_rows_on_all_ranks_is_refused(tmp_path:
             if text is None:
                 trainer.run(training_of(values), values, callbacks=quiet())
                 continue
-            with pytest.raises(raysgd.TrainFuncError, match=text):
+            with pytest.raises(ConfigError, match=text):
                 trainer.run(training_of(values), values, callbacks=quiet())
 
 
