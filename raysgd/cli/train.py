@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from raysgd._util.logs import get_logger
 from raysgd.cli.console import SUCCEEDED, F, json_flag, number, print_json
 from raysgd.cli.flags import FieldsCommand
 from raysgd.cli.run import run_to_end, show_all_output
@@ -125,12 +126,14 @@ def command(
         raise ConfigError(f"no file is given; give one with -f: raysgd train -f {file}.")
     show_all_output()  # before the import of Ray
     from raysgd.declarative.args import as_values
-    from raysgd.declarative.checking import load_args
+    from raysgd.declarative.checking import check_names, load_tree
 
     check_flags(words, command)
     more = [] if grace is None else [f"--trainer.failure_config.stop_grace_s={grace}"]
-    args = load_args(path, [*words, *more])
+    args, tree = load_tree(path, [*words, *more])
     if print_config:
+        for text in check_names(args):
+            get_logger().warning(text)
         _print_values(as_values(args), as_json)
         return SUCCEEDED
     from raysgd.declarative.entry import evaluate, train  # they import Ray
@@ -139,11 +142,12 @@ def command(
 
     def run() -> None:
         allow_import = list(allowed) or None
-        found.update(
-            train(args, allow_import=allow_import)
-            if stage is None
-            else evaluate(args, stage, allow_import=allow_import)
-        )
+        with tree.naming_places():
+            found.update(
+                train(args, allow_import=allow_import)
+                if stage is None
+                else evaluate(args, stage, allow_import=allow_import)
+            )
 
     status = run_to_end(ctx.find_root().obj, "training", run)
     if status != SUCCEEDED:

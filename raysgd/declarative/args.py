@@ -353,7 +353,7 @@ class LogConfig(ComponentConfig):
         from raysgd.callbacks.tensorboard import TensorBoardCallback  # not for a start without them
         from raysgd.callbacks.wandb import WandbCallback
 
-        given = {name: str(value) for name, value in self.args.items() if value is not None}
+        given: dict[str, Any] = {name: str(value) for name, value in self.args.items() if value is not None}
         if self.known_logger == "WandbLogger":
             return WandbCallback(**given)
         return TensorBoardCallback(subdir=given.get("name", "tensorboard"))

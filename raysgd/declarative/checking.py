@@ -47,6 +47,11 @@ def load_args(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tr
     Raises:
         ConfigError: It cannot be read, or a value is not allowed; the text names file, line and key.
     """
+    return load_tree(path, overrides)[0]
+
+
+def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tuple[TrainerArgs, Tree]:
+    """Read a training from a YAML file as `load_args` does; return it with the places of its values."""
     tree = Tree.of_file(os.fspath(path))
     tree.override(overrides)
     args = tree.make_args()
@@ -62,7 +67,7 @@ def load_args(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tr
             from raysgd.declarative.searching import check_search  # imports Ray
 
             check_search(args)
-    return args
+    return args, tree
 
 
 @contextlib.contextmanager
@@ -104,9 +109,10 @@ def check_names(args: TrainerArgs, importer: Importer | None = None) -> list[str
             module = name.partition(".")[0]
             # `find_spec` raises for loaded modules without a specification, such as __main__.
             if len(path) == 2 and module not in sys.modules and importlib.util.find_spec(module) is None:
+                close = nearest(module, [each.name.removesuffix(".py") for each in os.scandir()])
                 missing.append(
                     f"{'.'.join(path)} {name}: there is no module {module!r} in the working directory {os.getcwd()} or installed "
-                    "here; the training fails if the workers have none either."
+                    f"here{close}; the training fails if the workers have none either."
                 )
         if not args.trainer.get("runtime_env"):
             check_hooks(args)

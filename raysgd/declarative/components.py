@@ -21,7 +21,7 @@ from raysgd.declarative.args import HookConfig, TrainerArgs
 from raysgd.declarative.hooks import HOOKS
 from raysgd.declarative.values import ComponentError, Importer, naming
 from raysgd.session import api, context, rank_state
-from raysgd.torch.loader import PreparedLoader, make_batch_seeds, prepare_data_loader
+from raysgd.torch.loader import PreparedLoader, make_batch_seeds, prepare_data_loader, reads_shard
 from raysgd.torch.rows import skip_batches
 from raysgd.torch.samplers import Order
 
@@ -132,6 +132,11 @@ def make_loader(args: TrainerArgs, importer: Importer, stage: str, dataset: Any)
         )
     if not isinstance(loader, DataLoader):
         return loader
+    if stage == "train" and not reads_shard(loader, sampler):
+        raise ComponentError(
+            f"dataloader.type {args.dataloader.type} made a DataLoader without the sampler that it gets, so each of "
+            f"{api.data_parallel_size()} replicas of the model would read all rows: give sampler to the DataLoader."
+        )
     if loader.generator is None and not api.in_worker():  # in a worker `prepare_data_loader` gives it one
         loader.generator = torch.Generator()  # of its own: it would draw from the one that dropout uses
     return prepare_data_loader(loader, add_sampler=False)

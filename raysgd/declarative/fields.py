@@ -34,14 +34,15 @@ class FieldError(ConfigError):
 
     Attributes:
         path: The names that lead to the field, such as ``("checkpoint", "save_type")``.
+        text: The message without the place.
     """
 
-    def __init__(self, path: tuple[str, ...], text: str) -> None:
-        super().__init__(text)
-        self.path = path
+    def __init__(self, path: tuple[str, ...], text: str, place: str = "") -> None:
+        super().__init__(f"{place}: {text}" if place else text)
+        self.path, self.text, self._place = path, text, place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path, str(self))
+        return type(self), (self.path, self.text, self._place)
 
 
 class UnknownFieldError(FieldError, UnknownArgumentError):

@@ -32,12 +32,10 @@ from raysgd.engine.config import EngineConfig
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.session import api, rank_state
-from raysgd.torch.batches import count_rows, take_rows
+from raysgd.torch.batches import are_same_batches, count_rows, digest, take_rows
 from raysgd.torch.devices import device, to_device
-from raysgd.torch.evaluation import EvaluationLoader
 from raysgd.torch.loader import PreparedLoader
-from raysgd.torch.passes import HandedBatch
-from raysgd.torch.rows import FollowedLoader, check_order, describe_order
+from raysgd.torch.rows import check_order, describe_order
 from raysgd.train.loop import LoopSettings, Stepper
 from raysgd.train.loop import train as run_loop
 
@@ -95,7 +93,7 @@ class TrainingLoop(Stepper):
         self._val_loss: float | None = None  # of the newest validation
         self._epoch_generators: Any = None
         self._resumed: tuple[Any, Any] = (None, None)  # of the loader, and of the generators when the epoch began
-        self._own_rows = 1
+        self._first_batches: list[bytes] | None = []  # hashes of them
 
     @property
     def train_status(self) -> TrainStatus:
@@ -185,8 +183,7 @@ class TrainingLoop(Stepper):
             self.sync_group = self.engine.mesh["dp"].get_group()
         input_type = args.precision_of("input")
         self._batches = {
-            stage: None if loader is None else Batches(self._followed(loader, stage), input_type)
-            for stage, loader in self.dataloader.items()
+            stage: None if loader is None else Batches(loader, input_type) for stage, loader in self.dataloader.items()
         }
         self._reductions = Reductions(args.optimizer, str(args.model.type), importer, self.sync_group, self)
         parts = {"model": model, "optimizer": optimizer, "lr_scheduler": self.lr_scheduler}
@@ -194,22 +191,6 @@ class TrainingLoop(Stepper):
         self._hooks = Hooks(owners | make_hooks(args, importer))
         if self.rank == 0:
             self._make_loggers()
-
-    def _followed(self, loader: Any, stage: str) -> Any:
-        if not isinstance(loader, PreparedLoader):
-            return loader
-        if stage != "train":
-            try:
-                return EvaluationLoader(loader)
-            except ConfigError:  # it is not known which rows each replica reads
-                return loader
-        if not (self._is_weighted or self._counts_tokens):
-            return loader
-
-        def on_batch(batch: HandedBatch) -> None:
-            self._own_rows = batch.num_rows
-
-        return FollowedLoader(loader, on_batch, keeps_repeated=False)
 
     def _count_accumulation(self) -> int:
         """Return the micro-batches of a replica per step; an elastic group keeps the rows of a step."""
@@ -290,26 +271,53 @@ class TrainingLoop(Stepper):
     def _groups(self, iterator: Iterator[Any]) -> Iterator[list[tuple[Any, int]]]:
         """Yield the micro-batches of each step with their rows that count; the last step of an epoch may have fewer."""
         while True:
-            group = []
-            for batch in islice(iterator, self._accumulation):
-                if not isinstance(self.dataloader["train"], PreparedLoader):
-                    batch = to_device(batch, device())
-                is_followed = isinstance(self._training_data().loader, FollowedLoader)
-                group.append((batch, self._own_rows if is_followed else count_rows(batch)))
-            self._check_group(len(group))
+            group = self._take(iterator, "train", keeps_repeated=not (self._is_weighted or self._counts_tokens))
+            self._check_group(group)
             if not group:
                 return
             yield group
 
-    def _check_group(self, number: int) -> None:
-        """Check that all ranks have as many micro-batches, where the loader does not guarantee it.
+    def _take(self, iterator: Iterator[Any], stage: str, *, keeps_repeated: bool) -> list[tuple[Any, int]]:
+        batches = islice(iterator, self._accumulation)
+        return [self._counted(batch, stage, keeps_repeated=keeps_repeated) for batch in batches]
+
+    def _counted(self, batch: Any, stage: str, *, keeps_repeated: bool) -> tuple[Any, int]:
+        """Return the batch that a loader handed out now, and the rows of the data that count in it.
+
+        A rank whose rows are all repeated keeps them, as sharded models need all ranks; they count as none.
+        """
+        loader = self.dataloader[stage]
+        if not isinstance(loader, PreparedLoader):
+            return to_device(batch, device()), count_rows(batch)
+        rows = loader.rows
+        if keeps_repeated:
+            return batch, rows.samples
+        return take_rows(batch, rows.own, rows.num) if rows.own else batch, rows.own_samples
+
+    def _check_group(self, group: list[tuple[Any, int]]) -> None:
+        """Check that all ranks have as many micro-batches, and not the same ones, where the loader does not guarantee it.
+
+        The first two batches are compared. If they are equal, all rows may be, and equal ones on the ranks mean nothing.
 
         Raises:
-            ConfigError: The numbers differ.
+            ConfigError: The numbers differ, or all replicas of the model read the same rows.
         """
         if self.world_size == 1 or self._training_data().is_even:
             return
-        of_ranks = api.gather(number)
+        if self._first_batches is not None:
+            self._first_batches += [digest(batch) for batch, _ in group[: 2 - len(self._first_batches)]]
+        gathered = api.gather((len(group), self._first_batches))
+        of_ranks, firsts = [number for number, _ in gathered], [first for _, first in gathered]
+        if self._first_batches is not None and len(self._first_batches) == 2:
+            self._first_batches = None
+            if self._replicas > 1 and are_same_batches(firsts):
+                data = self.train_args.dataset.type
+                raise ConfigError(
+                    f"all {self._replicas} replicas of the model read the same batches: dataloader.type "
+                    f"{self.train_args.dataloader.type} does not use the sampler that it gets, or {data} is an IterableDataset "
+                    "that yields all rows on all ranks. Give the sampler to the loader, or yield the rows of "
+                    "raysgd.data_parallel_rank() of raysgd.data_parallel_size()."
+                )
         if len(set(of_ranks)) > 1:
             raise ConfigError(
                 f"ranks 0 to {self.world_size - 1} have {of_ranks} micro-batches for step {self.position.epoch_steps} of "
@@ -464,7 +472,9 @@ class TrainingLoop(Stepper):
         self.model.eval()
         try:
             with torch.no_grad():
-                for idx, group in enumerate(islice(self._validation_groups(batches), self.train_args.max_val_steps)):
+                iterator = batches.start_epoch(0, 0)
+                groups = iter(lambda: self._take(iterator, stage, keeps_repeated=False), [])
+                for idx, group in enumerate(islice(groups, self.train_args.max_val_steps)):
                     total = self._validation_step(group, idx, total)
         finally:
             self.model.train()
@@ -473,28 +483,11 @@ class TrainingLoop(Stepper):
         hooks.call("on_val_end", self, loss)
         return loss
 
-    def _validation_groups(self, batches: Batches) -> Iterator[list[tuple[Any, int]]]:
-        """Yield the micro-batches of each step, as many as a step of the training has, with their own rows."""
-        loader, iterator = batches.loader, batches.start_epoch(0, 0)
-        while True:
-            group = []
-            for batch in islice(iterator, self._accumulation):
-                if not isinstance(loader, (EvaluationLoader, PreparedLoader)):
-                    batch = to_device(batch, device())
-                group.append(
-                    (batch, loader.num_own_rows() if isinstance(loader, EvaluationLoader) else count_rows(batch))
-                )
-            if not group:
-                return
-            yield group
-
     def _validation_step(self, group: list[tuple[Any, int]], idx: int, total: list[float]) -> list[float]:
-        hooks, batches = self._hooks, [batch for batch, _ in group]
+        hooks, batches, rows = self._hooks, [batch for batch, _ in group], [number for _, number in group]
         hooks.call("on_val_step_start", self, batches, idx)
-        # A replica whose rows are all repeated computes them too, as sharded models need all ranks.
-        outputs = [self._forward(take_rows(batch, rows) if rows else batch) for batch, rows in group]
+        outputs = [self._forward(batch) for batch in batches]
         losses = [find_loss(output, str(self.train_args.model.type)) for output in outputs]
-        rows = [number for _, number in group]
         hooks.call("on_val_step_end", self, outputs, batches, idx)
         is_of_tokens = self.train_args.optimizer.loss_reduction == "per-token-mean"
         counted = self._reductions.count(outputs, losses, rows)

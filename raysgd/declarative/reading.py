@@ -202,9 +202,16 @@ class Tree:
         if (whole := _REFERENCE.fullmatch(value)) is not None:
             value = self._look_up(whole, path, using)
         else:
-            value = _REFERENCE.sub(lambda found: str(self._look_up(found, path, using)), value)
+            value = _REFERENCE.sub(lambda found: self._part_of_text(found, path, using), value)
         is_of_home = isinstance(value, str) and (value == "~" or value.startswith("~/"))
         return os.path.expanduser(value) if is_of_home else value
+
+    def _part_of_text(self, reference: re.Match[str], path: _Path, using: tuple[str, ...]) -> str:
+        value = self._look_up(reference, path, using)
+        if value is None or isinstance(value, (dict, list)):
+            what = "null" if value is None else f"a {'mapping' if isinstance(value, dict) else 'list'}"
+            raise ConfigError(f"{self.place_of(path)}: {reference[0]} is {what}, which cannot be a part of a text.")
+        return str(value)
 
     def _look_up(self, reference: re.Match[str], path: _Path, using: tuple[str, ...]) -> Any:
         field, variable = reference.groups()
@@ -264,13 +271,11 @@ class Tree:
 
     @contextlib.contextmanager
     def naming_places(self) -> Iterator[None]:
-        """Turn the `FieldError` of the block into an error that names the place of the field."""
+        """Have a `FieldError` of the block name the place of the field; the outermost block decides."""
         try:
             yield
         except FieldError as error:
-            place = self.place_of(error.path)
-            kind = UnknownArgumentError if isinstance(error, UnknownArgumentError) else ConfigError
-            raise kind(f"{place}: {error}" if place else str(error)) from None
+            raise type(error)(error.path, error.text, self.place_of(error.path)) from None
 
 
 def args_of(values: Mapping[str, Any]) -> TrainerArgs:
@@ -518,4 +523,6 @@ _Loader.add_constructor(_PLAIN, lambda loader, node: read_plain(node.value))
 
 
 def _explain(error: Exception) -> str:
-    return " ".join(str(getattr(error, "problem", None) or error).split())
+    problem = str(getattr(error, "problem", None) or error)
+    context = f"{getattr(error, 'context', '')}, " if problem.startswith("but ") else ""
+    return " ".join((context + problem).split())

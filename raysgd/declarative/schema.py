@@ -128,7 +128,8 @@ def _list_arguments(
             continue
         is_needed = each.default is each.empty
         word = "VALUE" if each.annotation is each.empty else inspect.formatannotation(each.annotation)
-        further = {each.VAR_KEYWORD: "further arguments", each.VAR_POSITIONAL: "cannot be given"}.get(each.kind)
+        kinds: dict[Any, str] = {each.VAR_KEYWORD: "further arguments", each.VAR_POSITIONAL: "cannot be given"}
+        further = kinds.get(each.kind)
         after = further or ("needed" if is_needed else f"default: {each.default!r}")
         text = texts.get(each.name, "")
         says_default = after.startswith("default") and "default" in text.lower()

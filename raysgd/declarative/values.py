@@ -10,8 +10,8 @@ import inspect
 import math
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Union, get_args, get_origin
 
 from raysgd.config.argument_names import nearest
 from raysgd.errors import ConfigError
@@ -120,13 +120,8 @@ class Importer:
             ComponentError: It does not exist, or does not take these arguments.
         """
         made = self.load(name)
-        texts = _text_arguments(made)
-        resolved = {
-            key: value
-            if key in texts and isinstance(value, str) and not _REFERENCE_TO_OBJECT.fullmatch(value)
-            else self.resolve(value)
-            for key, value in given.items()
-        } | objects
+        kinds = _annotations(made)
+        resolved = {key: self.resolve(value, kinds.get(key, Any)) for key, value in given.items()} | objects
         if not callable(made):
             raise ComponentError(f"{name} is not callable; give the full name of a class or function.")
         try:
@@ -138,24 +133,27 @@ class Importer:
                 f"{name} cannot be called with {', '.join(resolved) or 'no arguments'}: {error}."
             ) from None
 
-    def resolve(self, value: Any) -> Any:
-        """Return what a value of a component's arguments stands for.
+    def resolve(self, value: Any, kind: Any = Any) -> Any:
+        """Return what a value of a component's arguments, which is annotated as ``kind``, stands for.
 
-        A text becomes the Python literal that it is, such as a number, if it is one. A mapping with ``__type`` becomes an object
-        of that class, one with ``__value_type`` its ``value`` converted by that type; ``__value_type: function`` is the function
-        of that name. ``$!(vars.x)`` is the object that is made of ``vars.x``.
+        A text becomes the Python literal that it is, such as a number, if the annotation is not one of texts. A mapping with
+        ``__type`` becomes an object of that class, one with ``__value_type`` its ``value`` converted by that type;
+        ``__value_type: function`` is the function of that name. ``$!(vars.x)`` is the object that is made of ``vars.x``.
         """
         if isinstance(value, str):
             reference = _REFERENCE_TO_OBJECT.fullmatch(value)
-            return guess(value) if reference is None else self._find_object(value, reference[1] or reference[2])
+            return (
+                _read_text(value, kind) if reference is None else self._find_object(value, reference[1] or reference[2])
+            )
         if isinstance(value, Mapping):
             if TYPE_KEY in value:
                 return self.build(value[TYPE_KEY], {key: each for key, each in value.items() if key != TYPE_KEY})
             if VALUE_TYPE_KEY in value:
                 return self._convert(value)
-            return {key: self.resolve(each) for key, each in value.items()}
+            inner = _entry_kind(kind, Mapping)
+            return {key: self.resolve(each, inner) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
-            return [self.resolve(each) for each in value]
+            return [self.resolve(each, _entry_kind(kind, Iterable)) for each in value]
         return value
 
     def _find_object(self, reference: str, name: str) -> Any:
@@ -192,13 +190,34 @@ class Importer:
             raise ComponentError(f"{value[VALUE_KEY]!r} cannot be made {kind}: {error}.") from None
 
 
-def _text_arguments(made: Any) -> set[str]:
-    """Return the arguments of a class or function that are annotated as texts."""
-    try:
-        parameters = inspect.signature(made).parameters.values()
-    except (TypeError, ValueError):
-        return set()
-    return {each.name for each in parameters if each.annotation in (str, "str")}
+def _annotations(made: Any) -> dict[str, Any]:
+    """Return what the arguments of a class or function are annotated as, where it says so."""
+    for is_evaluated in (True, False):  # a name may exist for type checkers alone
+        with contextlib.suppress(Exception):
+            parameters = inspect.signature(made, eval_str=is_evaluated).parameters.values()
+            kinds = {each.name: each.annotation for each in parameters if each.annotation is not each.empty}
+            return {name: str if kind == "str" else kind for name, kind in kinds.items()}
+    return {}
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _read_text(text: str, kind: Any) -> Any:
+    """Return the literal that a text is; the text, if an annotation has texts and not such literals."""
+    value, members = guess(text), _members(kind)
+    kinds = {get_origin(each) or each for each in members} | ({int} if float in members else set())
+    return text if str in members and type(value) not in kinds else value
+
+
+def _entry_kind(kind: Any, owner: Any) -> Any:
+    """Return what the entries of a mapping or an iterable are annotated as."""
+    for each in _members(kind):
+        origin, args = get_origin(each), get_args(each)
+        if isinstance(origin, type) and issubclass(origin, owner) and args:
+            return args[-1] if owner is Mapping else args[0]
+    return Any
 
 
 #: Texts that are bools in YAML 1.1 and texts in YAML 1.2.
@@ -216,7 +235,8 @@ def guess(text: str) -> Any:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return _OF_YAML.get(text.lower(), text)
-    return text if value is ... else value
+    is_too_large = isinstance(value, float) and math.isinf(value)  # such as an id, 12e4567
+    return text if value is ... or is_too_large else value
 
 
 def read_plain(text: str) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+import hashlib
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,46 @@ def count_rows(batch: Any) -> int:
     return next(sizes, 1)  # a nested tensor has no len()
 
 
-def take_rows(batch: Any, num_rows: int) -> Any:
+def take_rows(batch: Any, num_rows: int, of: int | None = None) -> Any:
     """Return a batch of the same structure and types with its first rows only.
 
     What has no entry for each row stays as it is, as do objects that cannot be cut.
+
+    Args:
+        batch: The batch.
+        num_rows: Rows to keep.
+        of: Rows that it has, where they may be in the second dimension. None: the size of the first one.
     """
-    rows = count_rows(batch)
+    rows = count_rows(batch) if of is None else of
     return batch if num_rows >= rows else _Cut(rows, num_rows)(batch)
+
+
+def count_samples(batch: Any, items: int | None) -> tuple[int, int]:
+    """Return the rows of a batch, and how many rows of the dataset they are.
+
+    A collate function may put the rows into the second dimension, make several rows of one, as of its tokens, or drop some.
+
+    Args:
+        batch: The batch.
+        items: Rows of the dataset that were read for it; None: as many as its own.
+    """
+    num = count_rows(batch)
+    if items is None or num == items or num == 0:
+        return num, num
+    first = next((each for each in leaves_of(batch) if _has_rows(each)), None)
+    if first is not None and first.ndim > 1 and first.shape[1] == items:
+        return items, items
+    return num, min(num, items)
+
+
+def digest(batch: Any) -> bytes:
+    """Return a hash of what a batch consists of."""
+    found = hashlib.blake2b(digest_size=16)
+    for leaf in leaves_of(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
+            leaf = leaf.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+        found.update(leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode())
+    return found.digest()
 
 
 def without_rows(batch: Any) -> Any:
@@ -60,6 +94,11 @@ def leaves_of(value: Any) -> list[Any]:
     return pytree.tree_leaves(value)
 
 
+def are_same_batches(of_ranks: Sequence[Sequence[bytes]]) -> bool:
+    """Return whether all ranks have the same first two batches, by their digests; equal ones may be those of equal rows."""
+    return len({*map(tuple, of_ranks)}) == 1 and len({*of_ranks[0]}) == 2
+
+
 @dataclasses.dataclass(frozen=True)
 class _Cut:
     """Keeps the first of a batch's rows.
@@ -76,7 +115,8 @@ class _Cut:
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, (torch.Tensor, np.ndarray)):
-            return value[: self.kept] if value.ndim and len(value) == self.num_rows else value
+            axis = next((axis for axis, size in enumerate(value.shape[:2]) if size == self.num_rows), None)
+            return value if axis is None else value[(slice(None),) * axis + (slice(self.kept),)]
         if isinstance(value, Mapping):
             changed = {key: self(each) for key, each in value.items()}
             if type(value) is dict or not isinstance(value, MutableMapping):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain, zip_longest
 from typing import Any, TypeVar
 
@@ -112,7 +113,7 @@ def _gather_own(values: Any, loader: PreparedLoader) -> Any:
             "for each batch, of a loader from engine.compose(eval_dataloader=...) or prepare_data_loader(loader, train=False)."
         )
     own = min(num, rows.own) if repeats else num
-    return _gather_entries(values, [BatchRows(num, own, rows.together)])
+    return _gather_entries(values, [replace(rows, num=num, own=own)])
 
 
 def _check_entries(name: str, values: Any) -> None:

@@ -5,7 +5,9 @@ Worker side. For training on each row exactly once, through failures and resizes
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,8 +21,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from raysgd._util.text import with_article
 from raysgd.config.checks import check_count
 from raysgd.errors import ConfigError, UsageError
-from raysgd.session import context
-from raysgd.torch.batches import count_rows, without_rows
+from raysgd.session import api, context
+from raysgd.torch.batches import count_samples, digest, without_rows
 from raysgd.torch.devices import device, to_device
 from raysgd.torch.own_shards import check_no_repeats, is_own_shard, stated_shard
 from raysgd.torch.samplers import (
@@ -32,6 +34,7 @@ from raysgd.torch.samplers import (
     Shard,
     forward_epoch,
     is_plain_shuffle,
+    seeded,
     with_inner,
 )
 
@@ -119,12 +122,16 @@ class BatchRows:
     Attributes:
         num: How many there are.
         own: How many count on this rank; they are the first ones. The others are repeated, and count on another rank.
-        together: How many follow each other in the data, as those of a batch of the user's batch sampler; ranks take turns
+        samples: Rows of the dataset that it was made of, from which a collate function may make more or fewer.
+        own_samples: How many of these count on this rank.
+        together: How many rows follow each other in the data, as those of a batch of the user's batch sampler; ranks take turns
             after so many.
     """
 
     num: int
     own: int
+    samples: int
+    own_samples: int
     together: int = 1
 
 
@@ -159,7 +166,7 @@ class PreparedLoader:
         self.loader = loader
         self.train = train
         self.given = given
-        self.rows = BatchRows(0, 0)
+        self.rows = BatchRows(0, 0, 0, 0)
         self._settings = settings
         self._reads = reads
         self.first_batch = 0
@@ -239,16 +246,25 @@ class PreparedLoader:
             if batch is _END:
                 return
             progress.mark("batch")
-            if reads is None or number not in reads:
-                rows = BatchRows(num := count_rows(batch), num)
-            else:
-                items, own = reads[number]
-                if not own and not self.train:
-                    batch = without_rows(batch)
-                num = count_rows(batch)
-                rows = BatchRows(num, -(-num * own // items), max(1, num // items))
+            items, own = (1, 1) if reads is None or number not in reads else reads[number]
+            if not own and not self.train:
+                batch = without_rows(batch)
+            num, samples = count_samples(batch, self._count_items(number, reads))
+            rows = BatchRows(num, -(-num * own // items), samples, -(-samples * own // items), max(1, num // items))
             yield batch if self._device is None else to_device(batch, self._device), rows
             number += 1
+
+    def _count_items(self, number: int, reads: _Reads) -> int | None:
+        """Return how many rows of the dataset are read for a batch; None if they are not counted."""
+        batches: Any = self.loader.batch_sampler
+        if isinstance(batches, RankBatches):
+            return None if reads is None or number not in reads else reads[number][0]
+        if getattr(type(batches), "__iter__", None) is not BatchSampler.__iter__:
+            return None
+        size, left = batches.batch_size, math.inf  # of a sampler without a length
+        with contextlib.suppress(TypeError):
+            left = len(batches.sampler) - number * batches.batch_size
+        return int(min(size, left)) if left > 0 else size
 
     def _forward_epoch(self) -> None:
         forward_epoch(self.epoch, [*self._samplers(), self.loader.dataset, self.loader.worker_init_fn])
@@ -307,6 +323,24 @@ def _split_for_this_rank(
             changes["batch_size"] = batch_size
     split = _copy_with(loader, changes)
     return split, None if splits or not session.in_worker else _reads_of_own_shard(split, shard)
+
+
+def reads_shard(loader: DataLoader[Any], sampler: Any) -> bool:
+    """Return whether a loader reads this rank's shard, by the sampler that it was made with or by its own. All ranks call it.
+
+    If it reads whole datasets, those of the ranks are compared by their lengths and first rows: they may be shards themselves.
+    """
+    session, dataset = context.current(), loader.dataset
+    shard = Shard(session.identity.data_parallel_rank, session.identity.data_parallel_size, session.seed or 0)
+    used = [*with_inner(loader.sampler), *with_inner(loader.batch_sampler)]
+    if shard.num_ranks == 1 or isinstance(dataset, IterableDataset) or any(each is sampler for each in used):
+        return True
+    if is_own_shard(_sampler_of(loader), shard, dataset):
+        return True
+    with seeded(shard.seed):  # rows may be augmented
+        read = getattr(dataset, "__getitems__", lambda places: [dataset[place] for place in places])
+        first = digest(read([0])) if len(dataset) else b""  # type: ignore[arg-type]
+    return len(set(api.gather((len(dataset), first)))) > 1  # type: ignore[arg-type]
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:

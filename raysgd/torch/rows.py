@@ -48,7 +48,7 @@ class FollowedLoader(PreparedLoader):
             for (batch, rows), is_last in self._with_ends(batches, number):
                 self.num_rows = rows.num if self._keeps_repeated else rows.own
                 if 0 < self.num_rows < rows.num:
-                    batch = take_rows(batch, self.num_rows)
+                    batch = take_rows(batch, self.num_rows, rows.num)
                 self._on_batch(HandedBatch(batch, self.num_rows, is_last=is_last))
                 yield from super()._hand_out(iter([(batch, rows)]), number)
         finally:

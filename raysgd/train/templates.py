@@ -242,11 +242,11 @@ class PreTrainer:
         """Return the mean loss over all rows: those that pad the last batches do not count."""
         total, num_rows = 0.0, 0
         for batch in loader:
-            num_own = loader.num_own_rows()
+            rows = loader.rows
             # A rank without own rows computes the batch too, as sharded models need all ranks.
-            loss = self._loss_of(take_rows(batch, num_own) if num_own else batch)
-            total += float(loss) * num_own
-            num_rows += num_own
+            loss = self._loss_of(take_rows(batch, rows.own, rows.num) if rows.own else batch)
+            total += float(loss) * rows.own_samples
+            num_rows += rows.own_samples
         sums: list[tuple[float, int]] = api.gather((total, num_rows))
         return sum(each for each, _ in sums) / max(1, sum(rows for _, rows in sums))
 

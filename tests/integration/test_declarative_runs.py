@@ -21,6 +21,7 @@ from raysgd.declarative.reading import args_of, merge
 from raysgd.declarative.strategies import engine_fields
 from raysgd.declarative.values import Importer
 from raysgd.engine.config import EngineConfig
+from raysgd.errors import ConfigError
 from raysgd.testing import FaultPlan, Kill, check_history
 from support import command, nnscaler_files
 from support.engine_models import batch, build
@@ -266,6 +267,41 @@ def test_reductions_and_validation_are_over_all_ranks(tmp_path: Path) -> None:
             if "model" not in changes or changes["optimizer"].get("loss_reduction") == "per-token-mean":
                 weight = 1 - gradient
                 assert found["val_loss"] == pytest.approx((1 + 2 + 6) / 3 * weight)  # no row of the padding counts
+
+
+def test_loader_or_dataset_that_reads_all_rows_on_all_ranks_is_refused(tmp_path: Path) -> None:
+    base = {
+        "model": {"type": "support.declared.Mean"},
+        "optimizer": {"type": "torch.optim.SGD", "args": {"lr": 1.0}},
+        "dataset": {"type": "support.declared.Numbers", "train_args": {"values": [1.0, 2.0, 3.0, 4.0]}},
+        "compute_config": {"runtime_ngpus": 2},
+        "max_epochs": 1,
+        "checkpoint": {"no_save": True},
+    }
+    stream = {"dataset.type": "support.declared.Stream"}
+    no_sampler = {"dataloader.type": "support.declared.loader_without_sampler"}
+    own_loader = {"dataloader.type": "support.declared.ReadsAll"}
+    equal_rows = {"dataset.train_args": {"values": [1.0] * 4}}
+    cases: list[tuple[dict[str, Any], str | None]] = [
+        (no_sampler, "loader_without_sampler made a DataLoader without the sampler that it gets"),
+        (
+            {**no_sampler, "dataloader.train_args": {"shuffle": True}},
+            "each of 2 replicas of the model would read all rows",
+        ),
+        (own_loader, "all 2 replicas of the model read the same batches: dataloader.type support.declared.ReadsAll"),
+        (stream, "or support.declared.Stream is an IterableDataset that yields all rows on all ranks"),
+        ({**stream, "dataset.train_args": {"values": [1.0, 2.0, 3.0, 4.0], "is_split": True}}, None),
+        ({**stream, **equal_rows}, None),
+        (equal_rows, None),
+    ]
+    with make_trainer(tmp_path, 2, "torch") as trainer:
+        for changes, text in cases:
+            values = as_values(args_of(merge(base, changes)))
+            if text is None:
+                trainer.run(training_of(values), values, callbacks=quiet())
+                continue
+            with pytest.raises(ConfigError, match=text):
+                trainer.run(training_of(values), values, callbacks=quiet())
 
 
 def test_rows_are_counted_alike_by_a_pipeline(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+import raysgd
 from raysgd import SavedArray
 from raysgd.declarative import AggregatedOutputs, TrainHook
 from raysgd.session import context
@@ -565,3 +566,41 @@ def fail_inside() -> Any:
     import datetime
 
     return datetime.timedelta(days="2")  # type: ignore[arg-type]
+
+
+class Pairs(Numbers):
+    """Numbers that are read a batch at a time; torch's collate function makes one tensor of inputs and targets."""
+
+    def __getitems__(self, places: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        found = torch.tensor([self.values[place] for place in places]).reshape(-1, 1)
+        return found, -found
+
+
+class OfPairs(Mean):
+    def forward(self, batch: torch.Tensor) -> Any:
+        return super().forward((batch[0] - batch[1]) / 2)
+
+
+def loader_without_sampler(dataset: Any, batch_size: int, sampler: Any, shuffle: bool = False) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size, shuffle=shuffle)
+
+
+class ReadsAll:
+    """A loader that is not torch's, and reads all rows."""
+
+    def __init__(self, dataset: Any, batch_size: int, sampler: Any) -> None:
+        self.batches = list(DataLoader(dataset, batch_size))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class Stream(IterableDataset[float]):
+    """Numbers one after the other: all of them, or those of the rank."""
+
+    def __init__(self, values: list[float], is_split: bool = False) -> None:
+        self.values, self.is_split = values, is_split
+
+    def __iter__(self) -> Iterator[float]:
+        begin, step = (raysgd.world_rank(), raysgd.world_size()) if self.is_split else (0, 1)
+        return iter(self.values[begin::step])

@@ -305,6 +305,42 @@ def test_a_class_that_its_module_does_not_have_is_refused_before_ray_starts(
     assert "parts" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--allow-import", "torch"], r"job.yaml, line \d+, model.type: my.Model may not be imported"),
+        (["--log+=noted.Plain"], r"command line \(--log\+=noted.Plain\), log.0: noted.Plain is neither"),
+        (
+            ["--pas_policy", "noted.choose"],
+            r"command line \(--pas_policy[ =]noted.choose\), pas_policy: .* returned int",
+        ),
+    ],
+)
+def test_a_mistake_that_an_import_shows_has_its_place(
+    words: list[str],
+    text: str,
+    job: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "noted.py").write_text("class Plain: ...\n\n\ndef choose(config):\n    return 3\n")
+    assert main(["train", "-f", job, *words]) == 2
+    sys.modules.pop("noted", None)
+    assert re.search(text, capsys.readouterr().err)
+
+
+def test_a_module_with_another_name_is_named_when_the_values_are_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "noted.py").touch()
+    assert main(["train", "-f", job, "--print-config", "--model.type", "noteds.Line"]) == 0
+    assert "there is no module 'noteds' in the working directory" in caplog.text
+    assert "(did you mean 'noted'?); the training fails" in caplog.text
+
+
 def test_a_module_that_is_not_here_is_warned_of_before_workers_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -335,6 +335,11 @@ def test_a_mistake_in_the_file_is_refused_with_its_line(document: Path, old: str
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_args(tmp_path / "nothing.yaml")
+    (tmp_path / "two.yaml").write_text("max_epochs: 1\n---\nmax_epochs: 2\n")
+    with pytest.raises(
+        ConfigError, match=r"two.yaml, line 2: expected a single document in the stream, but found another"
+    ):
+        load_args(tmp_path / "two.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match="is not a mapping of names to values"):
         load_args(tmp_path / "list.yaml")

@@ -198,6 +198,19 @@ def test_the_validation_loss_is_the_mean_over_all_rows() -> None:
     assert metrics["val_loss"] == 3.0  # not (1.5 + 6) / 2
 
 
+def test_rows_are_those_of_the_dataset_whatever_the_first_dimension_of_a_batch_is() -> None:
+    changes: dict[str, Any] = {
+        "model__type": "support.declared.OfPairs",
+        "dataset__type": "support.declared.Pairs",
+        "dataset__val_args": {"values": [1.0, 2.0, 3.0, 10.0]},
+        "optimizer__loss_reduction": "row-mean",
+        "optimizer__grad_reduction": "row-mean",
+    }
+    metrics, weights = run(numbers([1.0, 2.0, 3.0, 6.0], micro_batch_size=3, grad_accumulation_steps=2, **changes))
+    assert (metrics["rows"], metrics["train_loss"], float(weights["weight"])) == (4, 3.0, -3.0)
+    assert metrics["val_loss"] == pytest.approx(4.0 * (1 - 3.0))
+
+
 def test_max_val_steps_limits_the_validation() -> None:
     values = numbers([0.0], dataset__val_args={"values": [1.0, 2.0, 6.0]}, max_val_steps=2)
     assert run(values)[0]["val_loss"] == 1.5

@@ -6,6 +6,7 @@ import datetime
 import os.path
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,28 @@ def test_any_text_can_be_guessed(text: str) -> None:
 def test_what_cannot_be_made_is_refused(call: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         call(Importer())
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "value"),
+    [
+        (str, "123", "123"), (str | None, "123", "123"), (str | None, "null", None), (None | str, "1e4", "1e4"),
+        (str | list[str], "123", "123"), (str | int, "123", 123), (str | float, "1", 1), (str | bool, "True", True),
+        (list[str], ["1", "a"], ["1", "a"]), (list[str] | None, ["1"], ["1"]), (Sequence[str], ["1"], ["1"]),
+        (tuple[str, ...], ["1"], ["1"]), (dict[str, str], {"a": "1"}, {"a": "1"}), (dict[str, int], {"a": "1"}, {"a": 1}),
+        (dict[str, list[str]], {"a": ["1"]}, {"a": ["1"]}), (Any, "1", 1), (int, "1", 1), (None, "12e4567", "12e4567"),
+    ],
+)  # fmt: skip
+def test_a_text_is_a_literal_unless_the_annotation_has_texts(
+    kind: Any, written: Any, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(x: Any) -> Any:
+        return x
+
+    take.__annotations__ = {} if kind is None else {"x": kind}
+    monkeypatch.setattr(sys.modules[__name__], "take", take, raising=False)
+    found = Importer().build(f"{__name__}.take", {"x": written})
+    assert repr(found) == repr(value)
 
 
 def test_imports_can_be_limited() -> None:

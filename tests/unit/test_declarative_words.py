@@ -241,6 +241,7 @@ def test_a_component_is_replaced_with_its_arguments_and_the_other_fields_of_its_
         (["--model.args.x", "{a: ${max_epochs}}"], "in brackets, quote references: {a: '${NAME}'}"),
         (["--model.args.x", "$(HOME)"], "which is not set; write ${HOME} for the variable of the environment"),
         (["--model.args.x", "${micro_batch}"], "(did you mean 'micro_batch_size'?)"),
+        (["--checkpoint.save_dir", "a$(optimizer.args)"], "$(optimizer.args) is a mapping, which cannot be a part of"),
         (["--model.args.x", "$(seed)"], "$(seed) refers to seed, which is not set"),
         (["--trainer.backend", "toch"], "trainer.backend: backend='toch' is not known (did you mean 'torch'?)"),
         (["--trainer.runtime_env", "3"], "trainer.runtime_env: runtime_env=3 is not a mapping"),
