@@ -141,7 +141,9 @@ def test_a_checkpoint_a_run_and_the_folder_of_runs_can_be_given(
     assert place_of(find_checkpoint(tmp_path / path).checkpoint) == expected
 
 
-@pytest.mark.parametrize("name", ["run.json", "events.jsonl"])  # a run that ended before its group was ready has no other
+@pytest.mark.parametrize(
+    "name", ["run.json", "events.jsonl"]
+)  # a run that ended before its group was ready has no other
 def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "run_001").mkdir()
     (tmp_path / "run_001" / name).write_text(json.dumps({}))
