@@ -157,7 +157,7 @@ def follow(link: Storage) -> Storage | None:
 
 
 def read_link(runs: Storage, link: str) -> str | None:
-    """Return where ``last`` or ``best`` leads: ``run_001/checkpoints/checkpoint_000003``; None if there is no such name."""
+    """Return where ``last`` or ``best`` leads: ``run_001/checkpoints/checkpoint_000003``; None without such a name."""
     try:
         if runs.is_local:
             target = os.readlink(runs.path_of(link))

@@ -122,7 +122,7 @@ class StopGate:
             number, self._num_checks = self._num_checks, self._num_checks + 1
             self._changed.wait_for(lambda: not self._is_held)
             is_found = self._from_check is not None and number >= self._from_check
-            self._is_leaving = is_found and not self.was_found  # a loop that asks again has not left
+            self._is_leaving = is_found and not self.was_found  # a loop that asks again stays
             self.was_found = self.was_found or is_found
             return is_found
 

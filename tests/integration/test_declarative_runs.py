@@ -443,9 +443,18 @@ def test_training_that_is_interrupted_twice_continues_to_the_bit(ray_cluster: di
         .replace("nlayers: 16", f"nlayers: 2, folder: {tmp_path}")
         .replace("plan_ngpus: 4", "plan_ngpus: 1")
         .replace("runtime_ngpus: 4", "runtime_ngpus: 1")
-        .replace("every_n_train_steps: 1", "every_n_epochs: 1\nseed: 3")
+        .replace("every_n_train_steps: 1", "every_n_epochs: 1")
     )
-    words = ["train", "-f", "job.yaml", "--json", "--enable_progress_bar=false", "--max_epochs=3", "--max_train_steps!"]
+    words = [
+        "train",
+        "-f",
+        "job.yaml",
+        "--json",
+        "--enable_progress_bar=false",
+        "--max_epochs=3",
+        "--max_train_steps!",
+        "--seed=3",
+    ]
     whole = command.run(ray_cluster, tmp_path, *words, "--checkpoint.save_dir=whole")
     assert whole.returncode == 0, whole.stderr
     words += ["--checkpoint.save_dir=cut", "--checkpoint.resume_from=last"]

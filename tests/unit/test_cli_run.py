@@ -45,7 +45,7 @@ def test_flags_are_arguments_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> 
         given(
             *("--num-workers", "2:inf", "--cpus-per-worker", "0.5", "--gpus-per-worker", "1", "--backend", "none"),
             *("--env", "A=b=c", "--env", "SHELL_HAS", "--seed", "3", "--name", "exp", "--storage-path", "/runs"),
-            *("--address", "auto", "--max-failures", "7", "--num-to-keep", "2", "--detached"),
+            *("--address", "auto", "--max-failures", "7", "--num-to-keep", "2", "--detached", "--grace", "5"),
         )
     )
     assert arguments == {
@@ -57,9 +57,15 @@ def test_flags_are_arguments_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> 
         "runtime_env": {"env_vars": {"A": "b=c", "SHELL_HAS": "it"}},
         "seed": 3,
         "run_config": raysgd.RunConfig(name="exp", storage_path="/runs", detached=True, ray_address="auto"),
-        "failure_config": raysgd.FailureConfig(max_failures=7),
+        "failure_config": raysgd.FailureConfig(max_failures=7, stop_grace_s=5),
         "checkpoint_config": raysgd.CheckpointConfig(num_to_keep=2),
     }
+
+
+def test_checkpoints_of_all_runs_count_where_the_last_of_them_is_resumed() -> None:
+    words = ["--name", "exp", "--num-to-keep", "2", "--resume-from"]
+    assert trainer_arguments(given(*words, "last"))["checkpoint_config"].scope == "folder"
+    assert trainer_arguments(given(*words, "runs/exp/run_001"))["checkpoint_config"].scope == "run"
 
 
 def test_shared_models_are_known_to_the_trainer() -> None:

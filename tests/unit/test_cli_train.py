@@ -54,6 +54,11 @@ def test_all_fields_and_defaults_are_printed(capsys: pytest.CaptureFixture[str])
     assert len(printed) == 29
 
 
+def test_grace_is_a_setting_of_the_trainer(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "-f", job, "--grace", "5", "--print-config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["failure_config"] == {"stop_grace_s": 5.0}
+
+
 def test_schema_fits_the_examples_and_refuses_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--schema"]) == 0
     check = jsonschema.Draft202012Validator(json.loads(capsys.readouterr().out))

@@ -12,6 +12,7 @@ import pytest
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import frames
+from raysgd.controller.commands import StopRequested
 from raysgd.controller.frames import Frame
 from raysgd.controller.policies import after_failure
 from raysgd.controller.requests import RunRequest
@@ -112,7 +113,7 @@ async def test_end_by_a_callback_is_recorded_with_the_place_of_its_error(tmp_pat
     run = make_run(WaitingGroup(RuntimeError()), tmp_path)
     executed = asyncio.ensure_future(run.execute())
     await asyncio.sleep(0)
-    await run.stop("a callback failed", cancel=True, failed=failed("ValueError: boom"))
+    await run.stop(StopRequested("a callback failed", cancel=True, failed=failed("ValueError: boom")))
     await executed
     events = [frame.data for frame in await frames_of(run) if frame.kind == frames.EVENT]
     (end,) = [event["data"] for event in events if event["kind"] == "run_end"]
@@ -153,7 +154,7 @@ def test_failure_is_on_storage_before_the_next_attempt_begins(tmp_path: Path) ->
         run = make_run(group, tmp_path)
         execution = asyncio.create_task(run.execute())
         await group.is_ready.wait()
-        await run.stop("the test is over", cancel=True)
+        await run.stop(StopRequested("the test is over", cancel=True))
         await execution
 
     asyncio.run(start())

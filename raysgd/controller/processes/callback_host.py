@@ -18,6 +18,7 @@ import cloudpickle
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.runner import CallbackRunner
 from raysgd.controller import frames
+from raysgd.controller.commands import StopRequested
 from raysgd.controller.journal.callback_reader import CallbackReader, warning_in
 from raysgd.controller.journal.frame_streams import follow_frames
 from raysgd.controller.watchdog import ask, end_with
@@ -62,7 +63,8 @@ class CallbackHost(Watched):
         callbacks = cloudpickle.loads(blob)
 
         def stop(why: str, error: BaseException | None) -> None:
-            ask(self._controller, "stop", run_id, why, error is not None, None if error is None else _failed(error))
+            failed = None if error is None else _failed(error)
+            ask(self._controller, "stop", run_id, StopRequested(why, cancel=error is not None, failed=failed))
 
         def warn(text: str) -> None:
             ask(self._controller, "warn", run_id, text)
