@@ -211,6 +211,17 @@ def test_what_lightning_has_and_raysgd_has_not_is_listed(given: dict[str, Any], 
     assert found and all(any(word in key for word in given) for key in found), made.remarks
 
 
+def test_written_defaults_mean_what_missing_keys_mean(tmp_path: Path) -> None:
+    pl = pytest.importorskip("pytorch_lightning")
+    transformers = pytest.importorskip("transformers")
+    parameters = inspect.signature(pl.Trainer.__init__).parameters.values()
+    defaults = {each.name: each.default for each in parameters if each.name != "self"}
+    short, long = ({**PARTS, "trainer": {"max_epochs": 2}}, {**PARTS, "trainer": {**defaults, "max_epochs": 2}})
+    assert translated(tmp_path, short)[0] == translated(tmp_path, long | {"ckpt_path": None, "lr_scheduler": None})[0]
+    written = json.loads(transformers.TrainingArguments(output_dir="out", optim="adamw_torch").to_json_string())
+    assert translated(tmp_path, {"output_dir": "out"}, "a.json")[0] == translated(tmp_path, written, "a.json")[0]
+
+
 def test_parts_of_lightning_become_objects_in_placeholders(tmp_path: Path) -> None:
     file = """\
 # lightning.pytorch==2.5.1

@@ -65,7 +65,7 @@ def _optimizer(made: Translation, key: str, value: Any) -> None:
     given = made.given
     if value == "adafactor" or given.get("adafactor") is True:
         made.set("optimizer.type", "transformers.Adafactor")
-        args = {"scale_parameter": False, "relative_step": False}
+        args: dict[str, Any] = {"scale_parameter": False, "relative_step": False}
         is_adam = False
     else:
         name, is_adam = _OPTIMIZERS.get(str(value), ("adapter.make_optimizer", False))
@@ -301,8 +301,9 @@ def _tokens(made: Translation, key: str, value: Any) -> None:
     if value or made.given.get("gradient_accumulation_steps", 1) != 1:
         made.remark(
             key,
-            "transformers divides the loss of a language model by the tokens of a step; here each micro-batch counts the same. "
-            "Write optimizer.grad_reduction: per-token-mean if micro-batches have different numbers of tokens.",
+            "transformers divides the loss of a language model by all labels of a step, also by the first of each row; here each "
+            "micro-batch has the loss that the model returns, and counts the same. Write optimizer.grad_reduction: per-token-mean "
+            "if micro-batches have different numbers of tokens.",
         )
 
 

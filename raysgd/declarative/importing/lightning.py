@@ -142,7 +142,7 @@ def _length(made: Translation, key: str, value: Any) -> None:
 def _validation(made: Translation, key: str, value: Any) -> None:
     every = made.given.get("trainer.check_val_every_n_epoch", 1)
     accumulation = made.given.get("trainer.accumulate_grad_batches", 1)
-    if is_count(every):
+    if is_count(every) and every > 1:
         made.set("val_every_n_epochs", every)
     if type(value) is int and is_count(accumulation) and value > 0 and value % accumulation == 0 and every in (1, None):
         made.set("val_every_n_train_steps", value // accumulation)
@@ -253,7 +253,6 @@ def _data(made: Translation, key: str, value: Any) -> None:
     sizes = [name for name in ("batch_size", "train_batch_size") if is_count(args.get(name))]
     if sizes:
         made.set("micro_batch_size", args[sizes[0]])
-        made.unused[f"{key}.{sizes[0]}"] = "micro_batch_size has it: the rows that a worker reads at a time"
     else:
         made.remark(key, "write micro_batch_size: the rows of a batch of the training loader. It is 1 now.")
 
@@ -495,7 +494,7 @@ RULES: dict[str, Rule] = {
     "trainer.enable_checkpointing": read_by("trainer.callbacks"),
     "trainer.enable_progress_bar": to("enable_progress_bar"),
     "trainer.enable_model_summary": unused(_FREE),
-    "trainer.accumulate_grad_batches": to("grad_accumulation_steps"),
+    "trainer.accumulate_grad_batches": to("grad_accumulation_steps", but=(None, 1)),
     "trainer.gradient_clip_val": Rule(_clipping),
     "trainer.gradient_clip_algorithm": read_by("trainer.gradient_clip_val"),
     "trainer.deterministic": choose(
