@@ -272,6 +272,14 @@ def test_file_without_classes_names_placeholders(parts: dict[str, Any], tmp_path
     assert {"model", "data", "optimizer"} <= keys_to_do(made)
 
 
+def test_optimizers_that_a_model_calls_are_left_out_and_listed(tmp_path: Path) -> None:
+    optimizer = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.1}}
+    model = {"class_path": "my.Lit", "init_args": {"optimizer": optimizer, "others": [optimizer], "width": 3}}
+    args, made = of_lightning(tmp_path, parts={"model": model, "data": PARTS["data"]})
+    assert args.model.args["module"] == {"__type": "my.Lit", "others": [], "width": 3}
+    assert {"model.optimizer", "model.others.0", "optimizer"} <= keys_to_do(made)
+
+
 def test_callbacks_and_loggers_of_lightning(tmp_path: Path) -> None:
     prefix = "lightning.pytorch"
     args, made = of_lightning(
@@ -328,6 +336,7 @@ def test_callbacks_and_loggers_of_lightning(tmp_path: Path) -> None:
         ({"max_steps": 9, "optim": "adamw_bnb_8bit"}, {"optimizer.type": "adapter.make_optimizer"}, {"optim"}),
         ({"max_steps": 9, "weight_decay": 0.1}, {}, {"weight_decay"}),
         ({"max_steps": 9, "label_smoothing_factor": 0.1}, {}, {"label_smoothing_factor"}),
+        ({"max_steps": 9, "push_to_hub": True, "hub_strategy": "end"}, {}, {"push_to_hub"}),
         ({"max_steps": 9, "group_by_length": True}, {}, {"group_by_length"}),
         ({"max_steps": 9, "model_name_or_path": "gpt2"}, {}, {"model_name_or_path"}),
         ({"max_steps": 9, "dataloader_num_workers": 2}, {"dataloader.train_args": {"num_workers": 2}}, set()),

@@ -176,7 +176,7 @@ def as_yaml(made: Translation, source: str) -> str:
         *(f"# To do: {key}" for key, _ in made.remarks),
     ]
     ordered = {name: made.values[name] for name in _FIELDS if name in made.values}
-    written = yaml.dump(
+    written: str = yaml.dump(
         ordered, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=120
     )
     return "\n".join(lines) + "\n" + written

@@ -18,7 +18,7 @@ from raysgd.declarative.importing.rules import (
 )
 
 _SHOWN = "every step is reported, and shown as log has it"
-_HUB = "nothing is pushed; upload a merged checkpoint by hand"
+_HUB = "nothing is pushed to a hub"
 _EVALUATION = "a validation computes the loss, and nothing is gathered"
 _LAUNCHER = "raysgd starts the workers"
 _STORAGE = "checkpoints are written to checkpoint.save_dir, which all nodes reach"
@@ -301,9 +301,9 @@ def _tokens(made: Translation, key: str, value: Any) -> None:
     if value or made.given.get("gradient_accumulation_steps", 1) != 1:
         made.remark(
             key,
-            "transformers divides the loss of a language model by all labels of a step, also by the first of each row; here each "
-            "micro-batch has the loss that the model returns, and counts the same. Write optimizer.grad_reduction: per-token-mean "
-            "if micro-batches have different numbers of tokens.",
+            "transformers divides the loss of a language model by all labels of a step, also by the first of each row; here "
+            "each micro-batch has the loss that the model returns, and counts the same. Write "
+            "optimizer.grad_reduction: per-token-mean if micro-batches have different numbers of tokens.",
         )
 
 
@@ -387,10 +387,11 @@ RULES: dict[str, Rule] = {
     "ignore_data_skip": by_hand("a training that continues reads the rows that are left.", False),
     "restore_callback_states_from_checkpoint": unused("hooks save and load what they need"),
     **dict.fromkeys(
-        ("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
+        ("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
          "push_to_hub_model_id", "push_to_hub_organization", "push_to_hub_token"),
         unused(_HUB),
     ),
+    "push_to_hub": by_hand("upload a merged checkpoint by hand.", False),
     "seed": to("seed", default=42),
     "data_seed": by_hand("write dataset_sampler.train_args.seed."),
     "full_determinism": Rule(lambda made, key, value: made.set("trainer.deterministic", True) if value is True else None),

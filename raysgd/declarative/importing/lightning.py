@@ -198,7 +198,8 @@ def _class_of(value: Any) -> tuple[str, dict[str, Any]]:
 def _object(made: Translation, key: str, value: Any) -> Any:
     """Return a value with ``__type`` where the file has ``class_path``."""
     if isinstance(value, list):
-        return [_object(made, f"{key}.{place}", each) for place, each in enumerate(value)]
+        found = [_object(made, f"{key}.{place}", each) for place, each in enumerate(value)]
+        return [each for each in found if each is not NONE]
     if isinstance(value, str) and value.startswith("torch.") and is_full_name(value):
         made.remark(
             key, f"{value} is a text now; write {{__value_type: function, value: {value}}} if it means the function."
@@ -206,7 +207,8 @@ def _object(made: Translation, key: str, value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     if "class_path" not in value:
-        return {name: _object(made, f"{key}.{name}", each) for name, each in value.items()}
+        entries = {name: _object(made, f"{key}.{name}", each) for name, each in value.items()}
+        return {name: each for name, each in entries.items() if each is not NONE}
     name, args = _class_of(value)
     if not is_full_name(name):
         made.remark(key, f"{name} is a class without its module; write its full name for {TYPE_KEY}.")
@@ -216,8 +218,8 @@ def _object(made: Translation, key: str, value: Any) -> Any:
             f"{name} is a function that the model calls with parameters or an optimizer, which a value cannot be: make it in the "
             "adapter. It is left out.",
         )
-        return None
-    return {TYPE_KEY: name, **{arg: _object(made, f"{key}.{arg}", each) for arg, each in args.items()}}
+        return NONE
+    return {TYPE_KEY: name, **_object(made, key, args)}
 
 
 def _part(made: Translation, key: str, value: Any, placeholder: str) -> dict[str, Any]:
@@ -407,7 +409,7 @@ EARLY_STOPPING = {
     "verbose": unused(_FREE),
     "log_rank_zero_only": unused(_FREE),
     "strict": by_hand("a metric that no result has ends the run with an error.", True),
-    "check_finite": by_hand("nan ends the run with an error; write nan_is_failure: false to go on.", True),
+    "check_finite": by_hand("nan ends the run with an error; write nan_is_failure: false to continue.", True),
     "stopping_threshold": by_hand(_LOOP),
     "divergence_threshold": by_hand(_LOOP),
     "check_on_train_epoch_end": by_hand("it looks at each result that has the metric.", False),

@@ -41,7 +41,7 @@ class Translation:
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one key. The functions below make rules.
+    """The translation of one key. The functions below make rules.
 
     Attributes:
         apply: Writes a value to the translation. It gets the translation, the key and the value.
