@@ -428,6 +428,14 @@ recipe_name = "rowwise"
     }
 
 
+@pytest.mark.parametrize("name", ["enable", "enable_checkpoint"])
+def test_checkpoints_of_torchtitan_are_saved_if_they_are_enabled(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("tomllib")
+    for value in ("true", "false"):
+        args, _ = translated(tmp_path, f"[checkpoint]\n{name} = {value}\n[training]\nsteps = 5\n", "train.toml")
+        assert args.checkpoint.no_save is (value == "false")
+
+
 def test_file_of_nnscaler_stays_but_for_what_is_refused(tmp_path: Path) -> None:
     file = {
         "compute_config": {"runtime_ngpus": 2, "use_end2end": True}, "micro_batch_size": 4, "no_such_field": 1, "max_epochs": 2,

@@ -11,6 +11,7 @@ from raysgd.declarative.importing.rules import (
     Translation,
     by_hand,
     is_count,
+    keys,
     read_by,
     to,
     translate,
@@ -322,13 +323,11 @@ RULES: dict[str, Rule] = {
     "num_train_epochs": Rule(_length, 3.0),
     "max_steps": read_by("num_train_epochs"),
     "optim": Rule(_optimizer, "adamw_torch"),
-    **dict.fromkeys(
-        ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "adafactor"), read_by("optim")
-    ),
+    **keys("learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon adafactor", read_by("optim")),
     "optim_args": by_hand("write them as optimizer.args."),
     "optim_target_modules": by_hand("write the class of the optimizer and its args."),
     "lr_scheduler_type": Rule(_scheduler, "linear"),
-    **dict.fromkeys(("lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"), read_by("lr_scheduler_type")),
+    **keys("lr_scheduler_kwargs warmup_steps warmup_ratio", read_by("lr_scheduler_type")),
     "max_grad_norm": to("optimizer.clip_gnorm", but=(None, 0, 0.0), default=1.0),
     "label_smoothing_factor": by_hand("compute the loss so in adapter.Model.", 0.0, 0),
     "neftune_noise_alpha": by_hand("add the noise in adapter.Model.", 0, 0.0),
@@ -349,10 +348,10 @@ RULES: dict[str, Rule] = {
     "use_cache": unused("the model in adapter.Model has its own config"),
     "torch_empty_cache_steps": by_hand("call torch.cuda.empty_cache() in a hook after_optimizer_step."),
     "auto_find_batch_size": by_hand("`raysgd plan -f FILE` shows what fits into memory.", False),
-    **dict.fromkeys(
-        ("logging_strategy", "logging_steps", "logging_first_step", "logging_dir", "log_on_each_node",
-         "logging_nan_inf_filter", "log_level", "log_level_replica", "project", "trackio_space_id", "trackio_bucket_id",
-         "trackio_static_space_id", "include_num_input_tokens_seen", "include_tokens_per_second", "skip_memory_metrics"),
+    **keys(
+        "logging_strategy logging_steps logging_first_step logging_dir log_on_each_node logging_nan_inf_filter log_level "
+        "log_level_replica project trackio_space_id trackio_bucket_id trackio_static_space_id "
+        "include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics",
         unused(_SHOWN),
     ),
     "run_name": read_by("report_to"),
@@ -364,9 +363,9 @@ RULES: dict[str, Rule] = {
     "eval_delay": by_hand("validations begin with the training.", 0, 0.0),
     "eval_on_start": by_hand("nothing is validated before the training.", False),
     "per_device_eval_batch_size": unused("a validation loss is the mean over all rows, whatever the batches"),
-    **dict.fromkeys(
-        ("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps",
-         "include_for_metrics", "include_inputs_for_metrics", "batch_eval_metrics"),
+    **keys(
+        "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics "
+        "include_inputs_for_metrics batch_eval_metrics",
         unused(_EVALUATION),
     ),
     "save_strategy": Rule(_saving, "steps"),
@@ -386,9 +385,9 @@ RULES: dict[str, Rule] = {
     ),
     "ignore_data_skip": by_hand("a training that continues reads the rows that are left.", False),
     "restore_callback_states_from_checkpoint": unused("hooks save and load what they need"),
-    **dict.fromkeys(
-        ("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
-         "push_to_hub_model_id", "push_to_hub_organization", "push_to_hub_token"),
+    **keys(
+        "hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision push_to_hub_model_id "
+        "push_to_hub_organization push_to_hub_token",
         unused(_HUB),
     ),
     "push_to_hub": by_hand("upload a merged checkpoint by hand.", False),
@@ -399,9 +398,9 @@ RULES: dict[str, Rule] = {
     "no_cuda": unused("workers have the GPUs of trainer.gpus_per_worker"),
     "accelerator_config": Rule(_accelerator),
     "parallelism_config": by_hand("write engine.tensor_parallel and compute_config.plan_ngpus."),
-    **dict.fromkeys(
-        ("dataloader_drop_last", "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor",
-         "dataloader_multiprocessing_context"),
+    **keys(
+        "dataloader_drop_last dataloader_num_workers dataloader_persistent_workers dataloader_prefetch_factor "
+        "dataloader_multiprocessing_context",
         Rule(_loader_argument),
     ),
     "dataloader_pin_memory": unused("batches for GPUs are pinned"),
@@ -414,10 +413,7 @@ RULES: dict[str, Rule] = {
     "group_by_length": by_hand("write the class of a sampler as dataset_sampler.type.", False),
     "length_column_name": unused("rows are not grouped by length"),
     "ddp_find_unused_parameters": to("engine.find_unused_parameters", but=(None, False)),
-    **dict.fromkeys(
-        ("ddp_bucket_cap_mb", "ddp_static_graph", "ddp_backend", "ddp_timeout"),
-        unused(_LAUNCHER),
-    ),
+    **keys("ddp_bucket_cap_mb ddp_static_graph ddp_backend ddp_timeout", unused(_LAUNCHER)),
     "ddp_broadcast_buffers": by_hand("buffers follow the engine.", False, True),
     "fsdp": Rule(_fsdp),
     "fsdp_config": read_by("fsdp"),
@@ -427,10 +423,10 @@ RULES: dict[str, Rule] = {
     "debug": by_hand("write a hook that checks the values.", "", []),
     "do_eval": unused("eval_strategy says whether there are validations"),
     "do_predict": unused("a training does not predict"),
-    **dict.fromkeys(("fp16_backend", "half_precision_backend", "fp16_opt_level"), unused("engine.precision is autocast")),
-    **dict.fromkeys(
-        ("per_gpu_train_batch_size", "per_gpu_eval_batch_size", "use_legacy_prediction_loop", "past_index", "mp_parameters",
-         "torchdynamo", "jit_mode_eval", "use_ipex", "use_mps_device", "ray_scope"),
+    **keys("fp16_backend half_precision_backend fp16_opt_level", unused("engine.precision is autocast")),
+    **keys(
+        "per_gpu_train_batch_size per_gpu_eval_batch_size use_legacy_prediction_loop past_index mp_parameters torchdynamo "
+        "jit_mode_eval use_ipex use_mps_device ray_scope",
         by_hand("transformers has removed it; write the field that does the same.", False, "", -1, "last"),
     ),
     "tpu_num_cores": by_hand(_TPU),

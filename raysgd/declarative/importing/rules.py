@@ -105,6 +105,11 @@ def read_by(key: str) -> Rule:
     return Rule(lambda made, _, value: None)
 
 
+def keys(names: str, rule: Rule, section: str = "") -> dict[str, Rule]:
+    """Return one rule for several keys of a section; the text has their names."""
+    return {f"{section}{name}": rule for name in names.split()}
+
+
 def is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
     """Return whether a value is one of others; true is not 1, and 1.0 is not 1."""
     return any(type(value) is type(one) and value == one for one in values)

@@ -10,6 +10,7 @@ from raysgd.declarative.importing.rules import (
     Translation,
     by_hand,
     is_count,
+    keys,
     read_by,
     to,
     translate,
@@ -138,7 +139,7 @@ def _precision(made: Translation, key: str, value: Any) -> None:
 
 
 def _saving(made: Translation, key: str, value: Any) -> None:
-    if value is not True:
+    if made.given.get("checkpoint.enable_checkpoint", value) is not True:
         made.set("checkpoint.no_save", True)
         return
     folder = made.given.get("checkpoint.folder", "checkpoint")
@@ -186,9 +187,9 @@ def _clipping(made: Translation, key: str, value: Any) -> None:
 
 RULES: dict[str, Rule] = {
     "job.dump_folder": read_by("checkpoint.enable"),
-    **dict.fromkeys(
-        ("job.config_file", "job.description", "job.print_config", "job.print_args", "job.save_config_file",
-         "job.use_for_integration_test"),
+    **keys(
+        "job.config_file job.description job.print_config job.print_args job.save_config_file "
+        "job.use_for_integration_test",
         unused("the file of a run is in its folder"),
     ),
     "job.custom_config_module": by_hand("write what its fields do.", ""),
@@ -199,19 +200,20 @@ RULES: dict[str, Rule] = {
     "model.converters": by_hand("convert the model in adapter.Model.", []),
     "model.print_after_conversion": unused(_OWN),
     "parallelism.data_parallel_shard_degree": Rule(_parallelism, -1),
-    **dict.fromkeys(
-        (f"parallelism.{name}" for name in ("data_parallel_replicate_degree", "tensor_parallel_degree",
-                                            "pipeline_parallel_degree", "fsdp_reshard_after_forward")),
+    **keys(
+        "data_parallel_replicate_degree tensor_parallel_degree pipeline_parallel_degree fsdp_reshard_after_forward",
         read_by("parallelism.data_parallel_shard_degree"),
+        "parallelism.",
     ),
     "parallelism.disable_loss_parallel": unused("the engine's own plan shards the layers"),
     "parallelism.enable_async_tensor_parallel": unused("the engine's own plan shards the layers"),
     "parallelism.enable_compiled_autograd": by_hand("write engine.compile: blocks.", False),
     "parallelism.module_fqns_per_model_part": by_hand("the engine makes the stages of a pipeline itself."),
     "parallelism.pipeline_parallel_split_points": by_hand("the engine makes the stages of a pipeline itself.", []),
-    **dict.fromkeys(
-        (f"parallelism.pipeline_parallel_{name}" for name in ("first_stage_less_layers", "last_stage_less_layers")),
+    **keys(
+        "first_stage_less_layers last_stage_less_layers",
         by_hand("the engine makes the stages of a pipeline itself.", 1),
+        "parallelism.pipeline_parallel_",
     ),
     "parallelism.pipeline_parallel_layers_per_stage": by_hand("the engine makes the stages of a pipeline itself."),
     "parallelism.pipeline_parallel_schedule": Rule(
@@ -244,70 +246,57 @@ RULES: dict[str, Rule] = {
     "training.gc_debug": unused(_OWN),
     "training.seed": to("seed"),
     "training.deterministic": to("trainer.deterministic", but=(None, False)),
-    **dict.fromkeys(
-        (f"training.dataloader.{name}" for name in ("num_workers", "persistent_workers", "prefetch_factor")),
-        Rule(_loader_argument),
-    ),
+    **keys("num_workers persistent_workers prefetch_factor", Rule(_loader_argument), "training.dataloader."),
     "training.dataloader.pin_memory": unused("batches for GPUs are pinned"),
     "optimizer.name": Rule(_optimizer, "AdamW"),
-    **dict.fromkeys(
-        (f"optimizer.{name}" for name in ("lr", "beta1", "beta2", "eps", "weight_decay")), read_by("optimizer.name")
-    ),
+    **keys("lr beta1 beta2 eps weight_decay", read_by("optimizer.name"), "optimizer."),
     "optimizer.implementation": unused("engine.fused_optimizer decides, and the engine knows where it can"),
     "optimizer.early_step_in_backward": by_hand("the optimizer makes its step after the backward pass.", False),
     "lr_scheduler.warmup_steps": Rule(_scheduler, 200),
-    **dict.fromkeys(
-        (f"lr_scheduler.{name}" for name in ("total_steps", "decay_ratio", "decay_type", "min_lr_factor", "lr_min")),
-        read_by("lr_scheduler.warmup_steps"),
-    ),
+    **keys("total_steps decay_ratio decay_type min_lr_factor lr_min", read_by("lr_scheduler.warmup_steps"), "lr_scheduler."),
     "validation.enable": Rule(_validation),
-    **dict.fromkeys(
-        (f"validation.{name}" for name in ("dataset", "dataset_path", "seq_len", "freq", "steps")),
-        read_by("validation.enable"),
-    ),
+    **keys("dataset dataset_path seq_len freq steps", read_by("validation.enable"), "validation."),
     "validation.local_batch_size": unused("a validation loss is the mean over all rows, whatever the batches"),
-    **dict.fromkeys(
-        (f"validation.dataloader.{name}" for name in ("num_workers", "persistent_workers", "pin_memory", "prefetch_factor")),
+    **keys(
+        "num_workers persistent_workers pin_memory prefetch_factor",
         unused("the loader of the training is used, unless dataloader.val_args has others"),
+        "validation.dataloader.",
     ),
     "metrics.enable_tensorboard": _logger("TensorBoardLogger"),
     "metrics.enable_wandb": _logger("WandbLogger"),
-    **dict.fromkeys(
-        (f"metrics.{name}" for name in ("log_freq", "disable_color_printing", "save_tb_folder", "save_for_all_ranks")),
-        unused("every step is reported"),
-    ),
+    **keys("log_freq disable_color_printing save_tb_folder save_for_all_ranks", unused("every step is reported"), "metrics."),
     "profiling.enable_profiling": by_hand(_TRACES, False),
     "profiling.enable_memory_snapshot": by_hand(_TRACES, False),
-    **dict.fromkeys(
-        (f"profiling.{name}" for name in ("save_traces_folder", "profile_freq", "profiler_active", "profiler_warmup",
-                                          "save_memory_snapshot_folder")),
+    **keys(
+        "save_traces_folder profile_freq profiler_active profiler_warmup save_memory_snapshot_folder",
         unused("the callback has its own arguments"),
+        "profiling.",
     ),
     "checkpoint.enable": Rule(_saving, False),
-    "checkpoint.enable_checkpoint": Rule(_saving),
-    **dict.fromkeys(
-        (f"checkpoint.{name}" for name in ("folder", "interval", "keep_latest_k")), read_by("checkpoint.enable")
-    ),
+    "checkpoint.enable_checkpoint": read_by("checkpoint.enable"),
+    **keys("folder interval keep_latest_k", read_by("checkpoint.enable"), "checkpoint."),
     "checkpoint.initial_load_path": by_hand("load the weights in adapter.Model, or write tracing_from_weights."),
-    **dict.fromkeys(
-        (f"checkpoint.{name}" for name in ("initial_load_model_only", "initial_load_in_hf", "initial_load_in_hf_quantized")),
+    **keys(
+        "initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized",
         read_by("checkpoint.initial_load_path"),
+        "checkpoint.",
     ),
     "checkpoint.load_step": by_hand("write checkpoint.resume_from: the path of a checkpoint.", -1),
     "checkpoint.exclude_from_loading": by_hand("a checkpoint is loaded as a whole.", []),
     "checkpoint.create_seed_checkpoint": by_hand("workers start from equal weights.", False),
     "checkpoint.load_only": by_hand("write checkpoint.no_save: true.", False),
-    **dict.fromkeys(
-        (f"checkpoint.{name}" for name in ("enable_ft_dataloader_checkpoints", "last_save_model_only", "last_save_in_hf",
-                                           "export_dtype", "async_mode", "enable_first_step_checkpoint", "model_weights_only")),
+    **keys(
+        "enable_ft_dataloader_checkpoints last_save_model_only last_save_in_hf export_dtype async_mode "
+        "enable_first_step_checkpoint model_weights_only",
         unused(_SAVED),
+        "checkpoint.",
     ),
     "activation_checkpoint.mode": Rule(_recomputation, "selective"),
-    **dict.fromkeys(
-        (f"activation_checkpoint.{name}" for name in (
-            "selective_ac_option", "per_op_sac_force_recompute_mm_shapes_by_fqns", "early_stop", "memory_budget",
-            "visualize_memory_budget_pareto", "preserve_rng_state", "determinism_check", "debug")),
+    **keys(
+        "selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns early_stop memory_budget "
+        "visualize_memory_budget_pareto preserve_rng_state determinism_check debug",
         read_by("activation_checkpoint.mode"),
+        "activation_checkpoint.",
     ),
     "compile.enable": Rule(_compile),
     "compile.components": read_by("compile.enable"),
@@ -319,10 +308,10 @@ RULES: dict[str, Rule] = {
     "memory_estimation.enable": by_hand("`raysgd plan -f FILE` computes the memory.", False),
     "memory_estimation.disable_fake_mode": unused("`raysgd plan -f FILE` computes the memory"),
     "fault_tolerance.enable": by_hand("a training continues after a failure; write trainer.failure_config.", False),
-    **dict.fromkeys(
-        (f"fault_tolerance.{name}" for name in ("process_group", "process_group_timeout_ms", "replica_id", "group_size",
-                                                "min_replica_size", "semi_sync_method")),
+    **keys(
+        "process_group process_group_timeout_ms replica_id group_size min_replica_size semi_sync_method",
         read_by("fault_tolerance.enable"),
+        "fault_tolerance.",
     ),
     "experimental.custom_import": by_hand("import the module in the function of init_env_fn.", ""),
     "experimental.custom_args_module": by_hand("write what its fields do.", ""),
