@@ -331,6 +331,11 @@ def test_callbacks_and_loggers_of_lightning(tmp_path: Path) -> None:
         ({"max_steps": 9, "fsdp": "full_shard auto_wrap offload"}, {"engine": {"zero_stage": 3, "cpu_offload": True}}, set()),
         ({"max_steps": 9, "fsdp": ["shard_grad_op"]}, {"engine": {"zero_stage": 2}}, set()),
         ({"max_steps": 9, "deepspeed": {"zero_optimization": {"stage": 2}}}, {"engine": {"zero_stage": 2}}, set()),
+        (
+            {"max_steps": 9, "bf16": True, "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": "auto"}},
+            {"engine": {"precision": "bf16-true", "zero_stage": 3}},
+            set(),
+        ),
         ({"max_steps": 9, "deepspeed": "ds.json"}, {"engine": {}}, {"deepspeed"}),
         ({"max_steps": 9, "optim": "sgd", "learning_rate": 0.1}, {"optimizer.type": "torch.optim.SGD"}, set()),
         ({"max_steps": 9, "optim": "adamw_bnb_8bit"}, {"optimizer.type": "adapter.make_optimizer"}, {"optim"}),

@@ -6,7 +6,8 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from raysgd.declarative.args import NOT_NEEDED, TrainerArgs
 from raysgd.declarative.checking import check_names
 from raysgd.declarative.fields import FieldError
 from raysgd.declarative.importing import hugging_face, lightning, torchtitan
-from raysgd.declarative.importing.rules import Rule, Translation, flatten
+from raysgd.declarative.importing.rules import Rule, Translation, flatten, translate
 from raysgd.declarative.reading import Tree
 from raysgd.declarative.strategies import engine_fields
 from raysgd.declarative.values import BOOL_WORDS, Importer, read_plain
@@ -24,10 +25,10 @@ from raysgd.errors import ConfigError
 
 _FIELDS = {name: Rule(lambda made, key, value: made.set(key, value)) for name in TrainerArgs.__dataclass_fields__}
 #: The kinds of files: the rules by which one is known, and what translates it.
-KINDS = {
+KINDS: dict[str, tuple[Mapping[str, Rule], Callable[[Mapping[str, Any]], Translation]]] = {
     "lightning": (lightning.RULES, lightning.translate_file),
-    "hf": (hugging_face.RULES, hugging_face.translate_file),
-    "torchtitan": (torchtitan.RULES, torchtitan.translate_file),
+    "hf": (hugging_face.RULES, partial(translate, rules=hugging_face.RULES)),
+    "torchtitan": (torchtitan.RULES, partial(translate, rules=torchtitan.RULES)),
     "nnscaler": (_FIELDS, lambda values: Translation({}, dict(values))),
 }
 

@@ -14,7 +14,6 @@ from raysgd.declarative.importing.rules import (
     keys,
     read_by,
     to,
-    translate,
     unused,
 )
 
@@ -236,6 +235,13 @@ def _deepspeed(made: Translation, key: str, value: Any) -> None:
         )
         return
     zero = _mapping(value.get("zero_optimization"))
+    precision = made.values.get("engine", {}).get("precision")
+    if precision == "bf16":
+        made.set("engine.precision", "bf16-true")  # parameters in bf16 with fp32 master weights
+    elif precision == "fp16":
+        made.remark(
+            "fp16", "DeepSpeed has parameters in fp16; engine.precision: fp16 is autocast of parameters in fp32."
+        )
     stage = zero.get("stage", 0)
     made.set("engine.zero_stage", stage)
     offloads = {name: _mapping(zero.get(name)).get("device", "none") for name in ("offload_optimizer", "offload_param")}
@@ -433,8 +439,3 @@ RULES: dict[str, Rule] = {
     "tpu_metrics_debug": by_hand(_TPU, False),
     "_n_gpu": unused(_LAUNCHER),
 }  # fmt: skip
-
-
-def translate_file(values: Mapping[str, Any]) -> Translation:
-    """Translate the arguments of a training of transformers."""
-    return translate(values, RULES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from raysgd.declarative.importing.rules import (
@@ -13,7 +12,6 @@ from raysgd.declarative.importing.rules import (
     keys,
     read_by,
     to,
-    translate,
     unused,
 )
 
@@ -129,8 +127,11 @@ def _validation(made: Translation, key: str, value: Any) -> None:
     if value is True:
         made.set("val_every_n_train_steps", made.given.get("validation.freq", 10))
         made.set("val_every_n_epochs", None)
-        if is_count(steps := made.given.get("validation.steps", -1)):
+        steps = made.given.get("validation.steps", -1)
+        if is_count(steps) and made.given.get("training.global_batch_size", -1) == -1:
             made.set("max_val_steps", steps)
+        elif is_count(steps):
+            made.remark("validation.steps", "write max_val_steps. A validation reads all rows now.")
 
 
 def _precision(made: Translation, key: str, value: Any) -> None:
@@ -320,8 +321,3 @@ RULES: dict[str, Rule] = {
     "debug.deterministic_warn_only": unused("operations without a deterministic form raise"),
     "debug.moe_force_load_balance": by_hand("do so in adapter.Model.", False),
 }  # fmt: skip
-
-
-def translate_file(values: Mapping[str, Any]) -> Translation:
-    """Translate a file of torchtitan."""
-    return translate(values, RULES)
