@@ -332,7 +332,7 @@ def test_callbacks_and_loggers_of_lightning(tmp_path: Path) -> None:
         ({"max_steps": 9, "fsdp": ["shard_grad_op"]}, {"engine": {"zero_stage": 2}}, set()),
         ({"max_steps": 9, "deepspeed": {"zero_optimization": {"stage": 2}}}, {"engine": {"zero_stage": 2}}, set()),
         (
-            {"max_steps": 9, "bf16": True, "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": "auto"}},
+            {"max_steps": 9, "bf16": True, "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}},
             {"engine": {"precision": "bf16-true", "zero_stage": 3}},
             set(),
         ),

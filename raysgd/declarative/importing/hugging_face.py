@@ -249,7 +249,11 @@ def _deepspeed(made: Translation, key: str, value: Any) -> None:
         made.set("engine.cpu_offload", True)
     elif set(offloads.values()) != {"none"}:
         made.remark(key, "offloading is not translated: engine.cpu_offload: true, with zero_stage: 3, offloads all.")
-    left = sorted(name for name, each in value.items() if each != "auto" and name not in _DEEPSPEED_KNOWN)
+    left = sorted(
+        name
+        for name, each in value.items()
+        if each != "auto" and name not in _DEEPSPEED_KNOWN and _mapping(each).get("enabled") not in ("auto", False)
+    )
     if left:
         made.remark(key, f"{', '.join(left)} are not translated: write the fields of raysgd train that do the same.")
 
