@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "run": ("raysgd.cli.run", "Run a script on workers of a Ray cluster."),
     "train": ("raysgd.cli.train", "Train a model as a YAML file says."),
+    "import-config": ("raysgd.cli.import_config", "Write a file for `raysgd train` from one of another trainer."),
     "ls": ("raysgd.cli.runs.listing:list_command", "List runs, live and finished."),
     "status": ("raysgd.cli.runs.listing:status_command", "Show the state of a run."),
     "logs": ("raysgd.cli.runs.logs", "Show what the workers of a run printed."),

@@ -105,4 +105,4 @@ def wait_until_live(name: str) -> None:
 def test_page_names_all_commands() -> None:
     text = PAGE.read_text(encoding="utf-8")
     table = text[text.index("| command |") : text.index("The examples of this page")]
-    assert set(COMMANDS) <= set(re.findall(r"`(\w+)`", table))
+    assert set(COMMANDS) <= set(re.findall(r"`([\w-]+)`", table))
