@@ -121,7 +121,7 @@ assert not {"jax", "optax", "torch"} & set(sys.modules), "a framework is importe
 import optax
 params = {"up": {"kernel": np.ones((8, 16))}, "down": {"kernel": np.ones((16, 4))}}
 rules = deployer.get_sharding_rules(params)
-trainer = raysgd.functions.Trainer(deployer, len, len, params, optax.adam(1e-3), params_sharding_rules=rules)
+trainer = raysgd.functions.Trainer(deployer, len, len, len, params, optax.adam(1e-3), params_sharding_rules=rules)
 deployer.get_lr_schedule_fn(100, 4, 2, 0.1)
 assert trainer.params["up"]["kernel"].dtype == np.float32
 from jax._src import xla_bridge
@@ -145,7 +145,7 @@ assert not xla_bridge.backends_are_initialized()
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0"),
         ({"params_sharding_rules": [("nothing", ())]}, "matches no parameter"),
         ({"params_sharding_rules": "up"}, "params_sharding_rules is a str"),
-        ({"params_sharded": True}, "leave it out; parameters are sharded in the workers"),
+        ({"params_sharding_rules": {"middle": None}}, "has rules for 'middle', and params has down, up"),
         ({"train_step_fn": 3}, "train_step_fn=3 is not callable"),
     ],
 )
@@ -187,7 +187,7 @@ def test_predictor_needs_parameters_and_examples() -> None:
     with pytest.raises(ConfigError, match="needs params="):
         predictor.predict(EXAMPLES)
     with pytest.raises(ConfigError, match="examples is empty"):
-        predictor.predict([], PARAMS)
+        predictor.predict([], 1, PARAMS)
     with pytest.raises(ConfigError, match=r"not a raysgd\.functions\.Deployer"):
         Predictor(None, anything, anything)  # type: ignore[arg-type]
     assert issubclass(UnknownArgumentError, ConfigError)
