@@ -61,7 +61,7 @@ class Predictor:
 
     @property
     def mesh(self) -> Any:
-        """As `Deployer.mesh`."""
+        """The axes of the deployer's mesh."""
         return self.deployer.mesh
 
     if not TYPE_CHECKING:  # else type checkers would find any attribute
