@@ -24,7 +24,7 @@ _NEVER = 2**31
 
 @dataclass(frozen=True)
 class KeptCheckpoints:
-    """Which checkpoints fit was asked to keep."""
+    """The checkpoints that a fit was asked to keep."""
 
     every: int  # of so many epochs one; 0: none
     last: bool

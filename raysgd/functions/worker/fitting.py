@@ -131,7 +131,7 @@ class Fitting(Stepper):
         )
         self._pred_steps: Steps | None = None
         seed, collate_fn = settings.jax_seed, parts["collate_fn"]
-        common = {"seed": seed, "per_worker": settings.collate_per_worker}
+        common: dict[str, Any] = {"seed": seed, "per_worker": settings.collate_per_worker}
 
         def open_batches(dataset: WorkerDataset) -> ExampleBatches:
             return ExampleBatches(dataset, collate_fn, self._steps, rows, shuffle=True, **common)
