@@ -352,7 +352,7 @@ class Steps:
             return _check_step(step_fn(rng=rng, state=state, batch=batch), state)
 
         # A step for redco reduces over the axis "dp". Here it has the whole batch, so that the axis has one place.
-        alone = jax.vmap(call, in_axes=None, out_axes=None, axis_name="dp", axis_size=1)  # type: ignore[arg-type]
+        alone = jax.vmap(call, in_axes=None, out_axes=None, axis_name="dp", axis_size=1)
         new, metrics = alone(train_rng, given, batch)
         metrics = {**metrics, "weight": jnp.float32(num_rows_of(batch)), "step": state.step + 1}
         params, opt_state = (
