@@ -24,6 +24,7 @@ from raysgd.config.argument_names import TRAINER_HINTS, refuse_unknown
 from raysgd.config.checks import check_bool, check_count, split_path
 from raysgd.config.scaling import PlacementStrategy
 from raysgd.errors import ConfigError
+from raysgd.functions.left_out import PLACED_IN_WORKERS, log_unused, no_attribute
 from raysgd.functions.runs import FunctionRuns, RunCallbacks
 from raysgd.trainer.resume_from import FoundCheckpoint, find_checkpoint, find_newest
 from raysgd.trainer.trainer import Trainer
@@ -46,17 +47,17 @@ class Deployer:
             draws from Python's and NumPy's generators.
         n_model_shards: The number of devices that the parameters are sharded over. The other devices hold further replicas of
             the model, which take different rows of a batch.
+        verbose: Whether progress is shown, and `log_info` logs.
         workdir: The folder of runs, checkpoints and evaluations; a path or URI that all workers reach. None: runs are in
             ``~/raysgd_runs``, and evaluations are not written.
-        run_tensorboard: Whether metrics are written for TensorBoard, to ``tensorboard`` in the run's folder.
-        run_wandb: Whether metrics are logged to Weights & Biases.
-        wandb_init_kwargs: Arguments of ``wandb.init``; they imply ``run_wandb``.
-        host0_address: Ignored with a message: Ray places the workers.
         n_processes: The number of workers, as ``num_workers``.
-        n_local_devices: The number of devices of each worker: ``devices_per_worker`` on CPUs, or that of its GPUs.
+        host0_address: Ignored with a message: Ray places the workers.
         host0_port: Ignored, as ``host0_address``.
         process_id: Ignored, as ``host0_address``.
-        verbose: Whether progress is shown.
+        n_local_devices: The number of devices of each worker: ``devices_per_worker`` on CPUs, or that of its GPUs.
+        run_tensorboard: Whether metrics are written for TensorBoard, to ``tensorboard`` in the run's folder.
+        wandb_init_kwargs: Arguments of ``wandb.init``; they imply ``run_wandb``.
+        run_wandb: Whether metrics are logged to Weights & Biases.
         num_workers: The number of workers; ``(min, max)`` for elastic training. 1 by default.
         devices_per_worker: The number of virtual devices of each worker on CPUs. GPUs and TPUs are those that it was given.
         cpus_per_worker: As for `raysgd.Trainer`, like the following arguments.
@@ -84,17 +85,17 @@ class Deployer:
         self,
         jax_seed: int,
         n_model_shards: int = 1,
-        *,
+        verbose: bool = True,
         workdir: str | os.PathLike[str] | None = None,
-        run_tensorboard: bool = False,
-        run_wandb: bool = False,
-        wandb_init_kwargs: Mapping[str, Any] | None = None,
-        host0_address: str | None = None,
         n_processes: int | None = None,
-        n_local_devices: int | None = None,
+        host0_address: str | None = None,
         host0_port: int | None = None,
         process_id: int | None = None,
-        verbose: bool = True,
+        n_local_devices: int | None = None,
+        run_tensorboard: bool = False,
+        wandb_init_kwargs: Mapping[str, Any] | None = None,
+        *,
+        run_wandb: bool = False,
         num_workers: int | tuple[int, float] | None = None,
         devices_per_worker: int | None = None,
         cpus_per_worker: float = 1,
@@ -112,10 +113,12 @@ class Deployer:
         self.jax_seed = check_count("jax_seed", jax_seed, minimum=0)
         self.n_model_shards = check_count("n_model_shards", n_model_shards, minimum=1)
         workers = _number_of_workers(num_workers, n_processes)
-        ignored = {"host0_address": host0_address, "host0_port": host0_port, "process_id": process_id}
-        for name, value in ignored.items():
-            if value is not None:
-                get_logger().info("%s=%r is not used: Ray places the workers on its nodes.", name, value)
+        log_unused(
+            "Ray places the workers on its nodes",
+            host0_address=host0_address,
+            host0_port=host0_port,
+            process_id=process_id,
+        )
         devices_per_worker = _devices_of_worker(devices_per_worker, n_local_devices, gpus_per_worker)
         backend = _backend(backend_args, devices_per_worker)
         scaling = ScalingConfig(num_workers=workers, gpus_per_worker=gpus_per_worker)
@@ -123,6 +126,8 @@ class Deployer:
         #: The number of workers for which the rows of a batch are counted.
         self.num_workers = scaling.min_workers if math.isinf(scaling.max_workers) else int(scaling.max_workers)
         self.workdir = None if workdir is None else _absolute(os.fspath(workdir))
+        self._verbose = verbose
+        self._rng: Any = None
         loggers = RunCallbacks(run_tensorboard, run_wandb, wandb_init_kwargs, verbose)
         self.checkpoint_config = checkpoint_config or CheckpointConfig()
         trainer = Trainer(
@@ -155,13 +160,55 @@ class Deployer:
         num_devices = (self._devices_per_worker or 1) * self.num_workers
         return {"data": max(1, num_devices // self.n_model_shards), "model": self.n_model_shards}
 
+    @property
+    def mesh(self) -> Any:
+        """The axes of the mesh, as a `jax.sharding.AbstractMesh`: the devices are in the workers."""
+        import_optional("jax", "functions")
+        from jax.sharding import AbstractMesh
+
+        return AbstractMesh(tuple(self.axis_sizes.values()), tuple(self.axis_sizes))
+
+    def gen_rng(self) -> Any:
+        """Return a new random key for the script itself, such as one for its first parameters. They follow from ``jax_seed``."""
+        import_optional("jax", "functions")
+        import jax
+
+        self._rng, key = jax.random.split(jax.random.PRNGKey(self.jax_seed) if self._rng is None else self._rng)
+        return key
+
+    def log_info(self, info: Any, title: str | None = None, step: int | None = None) -> None:
+        """Log a text, unless ``verbose`` is False."""
+        if self._verbose:
+            shown = "" if step is None else f" (step {step})"
+            get_logger().info("%s%s%s", "" if title is None else f"{title}: ", info, shown)
+
+    def get_local_global_micro_batch_size(self, per_device_batch_size: int) -> tuple[int, int]:
+        """Return how many rows one worker takes at a time, and how many all workers take."""
+        check_count("per_device_batch_size", per_device_batch_size, minimum=1)
+        rows = per_device_batch_size * self.axis_sizes["data"]
+        return max(per_device_batch_size, rows // self.num_workers), rows
+
+    def get_accumulate_grad_batches(self, global_batch_size: int, per_device_batch_size: int) -> int:
+        """Return the ``accumulate_grad_batches`` with which an update takes so many rows.
+
+        Raises:
+            ConfigError: They are not a multiple of the rows that all devices take at a time.
+        """
+        _, rows = self.get_local_global_micro_batch_size(per_device_batch_size)
+        if global_batch_size < 1 or global_batch_size % rows:
+            raise ConfigError(
+                f"global_batch_size={global_batch_size} is not a multiple of the {rows} rows that all devices take with "
+                f"per_device_batch_size={per_device_batch_size}: give a multiple."
+            )
+        return global_batch_size // rows
+
     @leaves_raysgd
-    def get_sharding_rules(self, params: Any = None, *, params_shape_or_params: Any = None) -> ShardingRules:
+    def get_sharding_rules(self, params_shape_or_params: Any = None, *, params: Any = None) -> ShardingRules:
         """Return how the parameters are sharded, as a list of rules whose text is a table.
 
         Args:
-            params: The tree of parameters: arrays, or `jax.ShapeDtypeStruct`s.
-            params_shape_or_params: The same, by redco's name.
+            params_shape_or_params: The tree of parameters: arrays, or `jax.ShapeDtypeStruct`s.
+            params: The same, by a shorter name.
 
         Raises:
             ConfigError: A leaf is not an array of floating-point numbers.
@@ -186,6 +233,8 @@ class Deployer:
         warmup_steps: int | None = None,
         init_learning_rate: float = 0.0,
         end_learning_rate: float = 0.0,
+        *,
+        accumulate_grad_batches: int = 1,
     ) -> Callable[[Any], Any]:
         """Return a schedule that warms up and decays over all updates of a training.
 
@@ -199,13 +248,14 @@ class Deployer:
             warmup_steps: The number of updates that warm up, in place of ``warmup_ratio``.
             init_learning_rate: The first one, if there is a warm-up.
             end_learning_rate: The last one.
+            accumulate_grad_batches: As for `Trainer`.
 
         Raises:
             ConfigError: The decay is not known, or the warm-up is longer than the training.
         """
         from raysgd.functions.schedules import make_schedule
 
-        rows = per_device_batch_size * self.axis_sizes["data"]
+        rows = per_device_batch_size * self.axis_sizes["data"] * accumulate_grad_batches
         num_updates = n_epochs * math.ceil(train_size / rows)
         num_warmup = int(num_updates * warmup_ratio) if warmup_steps is None else warmup_steps
         rates = (init_learning_rate, learning_rate, end_learning_rate)
@@ -249,7 +299,7 @@ class Deployer:
 
         Args:
             ckpt_dir: A path, a URI or a checkpoint.
-            params_sharding_rules: Is not used: a Trainer or Predictor shards the arrays in the workers.
+            params_sharding_rules: Ignored with a message: a Trainer or Predictor shards the arrays in the workers.
             optimizer: The optimizer whose state is loaded; None: it is not loaded.
             float_dtype: The type that floating-point numbers are converted to.
             load_params: Whether to load the parameters.
@@ -267,6 +317,7 @@ class Deployer:
         import_optional("jax", "functions")
         from raysgd.functions import checkpoints
 
+        log_unused(PLACED_IN_WORKERS, params_sharding_rules=params_sharding_rules)
         found = ckpt_dir if isinstance(ckpt_dir, Checkpoint) else checkpoints.find(_absolute(os.fspath(ckpt_dir)))
         return checkpoints.load(
             found,
@@ -316,6 +367,11 @@ class Deployer:
         if isinstance(resume_from, (str, os.PathLike)) and resume_from not in (LAST, BEST):
             resume_from = _absolute(os.fspath(resume_from))
         return find_checkpoint(resume_from, self.workdir, best_by)
+
+    if not TYPE_CHECKING:  # else type checkers would find any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name)
 
     def shutdown(self) -> None:
         """End the workers and release their resources. May be called again."""

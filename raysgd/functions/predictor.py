@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd._util.imports import import_optional
 from raysgd._util.tracebacks import leaves_raysgd
@@ -15,6 +15,7 @@ from raysgd.config.checks import check_count
 from raysgd.errors import ConfigError
 from raysgd.functions.deployer import Deployer
 from raysgd.functions.examples import check_callable, check_examples
+from raysgd.functions.left_out import PLACED_IN_WORKERS, log_unused, no_attribute
 from raysgd.functions.settings import PredictSettings
 from raysgd.functions.tasks import PredictTask
 from raysgd.workers.pickling import dumps, dumps_named
@@ -25,11 +26,7 @@ Params = Any
 FindParams = Callable[[], tuple[str | None, Any, Any]]
 
 
-_PREDICT_HINTS = {
-    **dict.fromkeys(("params_replicated", "params_sharded"), "leave it out; parameters are placed in the workers"),
-    "desc": "leave it out; the run has its name in the progress",
-    "batch_size": "use per_device_batch_size=",
-}
+_PREDICT_HINTS = {"batch_size": "use per_device_batch_size="}
 
 
 class Predictor:
@@ -62,6 +59,16 @@ class Predictor:
             "output_fn": check_callable("output_fn", output_fn, "output_fn(batch_preds)", may_be_none=True),
         }
 
+    @property
+    def mesh(self) -> Any:
+        """The axes of the deployer's mesh."""
+        return self.deployer.mesh
+
+    if not TYPE_CHECKING:  # else type checkers would find any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name)
+
     def _use_params_of(self, find_params: FindParams) -> Predictor:
         """Predict with the parameters that this function finds, unless others are given; returns itself."""
         self._find_params = find_params
@@ -72,8 +79,11 @@ class Predictor:
     def predict(
         self,
         examples: Sequence[Any],
-        params: Params = None,
         per_device_batch_size: int = 1,
+        params: Params = None,
+        params_replicated: bool = False,
+        params_sharded: bool = False,
+        desc: str | None = None,
         *,
         callbacks: Sequence[Callback] = (),
     ) -> list[Any]:
@@ -81,11 +91,14 @@ class Predictor:
 
         Args:
             examples: A list, or another sequence with a length.
+            per_device_batch_size: Rows of a batch for each replica of the model. The last batch is filled up with copies of an
+                example, and their outputs are dropped.
             params: A tree of arrays, or a checkpoint of `Trainer.fit` or its path. None: the newest parameters of the Trainer
                 whose `Trainer.get_default_predictor` made this Predictor. Any other Predictor gets the parameters of a
                 checkpoint as nested dicts.
-            per_device_batch_size: Rows of a batch for each replica of the model. The last batch is filled up with copies of an
-                example, and their outputs are dropped.
+            params_replicated: Ignored with a message: parameters are placed in the workers.
+            params_sharded: Ignored, as ``params_replicated``.
+            desc: Is logged.
             callbacks: Callbacks of the run.
 
         Raises:
@@ -94,6 +107,9 @@ class Predictor:
         """
         check_count("per_device_batch_size", per_device_batch_size, minimum=1)
         dataset = {"examples": check_examples("examples", examples)}
+        log_unused(PLACED_IN_WORKERS, params_replicated=params_replicated, params_sharded=params_sharded)
+        if desc is not None:
+            self.deployer.log_info(desc, title="Predicting")
         import_optional("jax", "functions")
         import_optional("optax", "functions")
         from raysgd.functions.sharding import own_rules

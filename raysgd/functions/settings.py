@@ -31,6 +31,7 @@ class FitSettings(TaskSettings):
     Attributes:
         first_epoch: The epoch that the training begins with.
         last_epoch: The epoch that it ends before.
+        steps_per_update: As for `raysgd.functions.worker.steps.Steps`.
         compute_dtype: As for `raysgd.functions.Trainer`, by name.
         argmin: Metrics of which the lowest is kept, as they were given.
         argmax: Metrics of which the highest is kept.
@@ -41,7 +42,8 @@ class FitSettings(TaskSettings):
     eval_per_device_batch_size: int
     first_epoch: int
     last_epoch: int
-    accumulate_grad_batches: int | None
+    accumulate_grad_batches: int
+    steps_per_update: int | None
     has_eval: bool
     eval_loss: bool
     eval_sanity_check: bool

@@ -29,6 +29,8 @@ _AXES_OF_REDCO = {"dp": DATA_AXIS, "mp": MODEL_AXIS}
 #: A pattern, and the `PartitionSpec`, tuple or None (replicated) of the parameters that it matches. The pattern is a regular
 #: expression that is searched in a path joined by "/"; or, as in redco, a tuple of regular expressions for keys in a row.
 Rule: TypeAlias = "tuple[str | tuple[str, ...], Any]"
+#: Rules, or those for the parameters below each key.
+Rules: TypeAlias = "Sequence[Rule] | Mapping[Any, Any]"
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class ShardingPlan:
         )
 
 
-def plan_sharding(params: Any, axis_sizes: Mapping[str, int], own_rules: Sequence[Rule] | None = None) -> ShardingPlan:
+def plan_sharding(params: Any, axis_sizes: Mapping[str, int], own_rules: Rules | None = None) -> ShardingPlan:
     """Decide how parameters are sharded over a mesh.
 
     Args:
@@ -139,29 +141,41 @@ class ShardingRules(list[Any]):
         return [rule for rule in self if rule not in self._decided]
 
 
-def own_rules(rules: Iterable[Any] | None) -> list[Any] | None:
-    """Return the rules of the user among ``params_sharding_rules``.
+def own_rules(rules: Iterable[Any] | None) -> Any:
+    """Return the rules of the user among ``params_sharding_rules``, in a list, or in a dict if they are for submodules.
 
     Raises:
         ConfigError: The argument is not a list.
     """
     if rules is None:
         return None
+    if isinstance(rules, Mapping):
+        return {key: own_rules(below) for key, below in rules.items()}
     if isinstance(rules, ShardingRules):
         return rules.own
     if not isinstance(rules, (list, tuple)):
         raise ConfigError(
             f"params_sharding_rules is {with_article(type(rules).__name__)}; give deployer.get_sharding_rules(params), or a list "
-            "of (regular expression, PartitionSpec)."
+            "of (regular expression, PartitionSpec), or a dict of them for submodules."
         )
     return list(rules)
 
 
 def _apply_rules(
-    rules: Sequence[Rule], parameters: Sequence[Parameter], axis_sizes: Mapping[str, int]
+    rules: Rules, parameters: Sequence[Parameter], axis_sizes: Mapping[str, int]
 ) -> dict[tuple[str, ...], tuple[PartitionSpec, PartitionSpec, str]]:
     """Return the spec for storing and for use, and the reason, of each parameter that a rule matches."""
     found: dict[tuple[str, ...], tuple[PartitionSpec, PartitionSpec, str]] = {}
+    if isinstance(rules, Mapping):
+        for key, below in rules.items():
+            inner = [each._replace(path=each.path[1:]) for each in parameters if each.path[0] == str(key)]
+            if not inner:
+                some = ", ".join(dict.fromkeys(each.path[0] for each in parameters))
+                raise ConfigError(
+                    f"params_sharding_rules has rules for {key!r}, and params has {some}: change the name."
+                )
+            found |= {(str(key), *path): specs for path, specs in _apply_rules(below or (), inner, axis_sizes).items()}
+        return found
     for rule in rules:
         matches = _matcher_of(rule)
         pattern, given = rule

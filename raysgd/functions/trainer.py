@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from raysgd._util.imports import import_optional
 from raysgd._util.logs import get_logger
 from raysgd._util.tracebacks import leaves_raysgd
 from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.checkpoint import Checkpoint
-from raysgd.checkpoint.links import best_by, find_best, list_manifests
-from raysgd.checkpoint.retention import RetentionPolicy
-from raysgd.checkpoint.storage.storage import Storage
-from raysgd.config import CheckpointConfig
+from raysgd.checkpoint.links import best_by
 from raysgd.config.argument_names import refuse_unknown
 from raysgd.config.checks import check_bool, check_count
-from raysgd.config.run import ScoreOrder
 from raysgd.errors import ConfigError
 from raysgd.functions.deployer import Deployer
 from raysgd.functions.examples import check_callable, check_examples
-from raysgd.functions.metrics import TRAIN_LOSS, check_metric_names, reported_name
+from raysgd.functions.kept_checkpoints import KeptCheckpoints, earlier_checkpoints
+from raysgd.functions.left_out import PLACED_IN_WORKERS, log_unused, no_attribute
 from raysgd.functions.predictor import Predictor, check_deployer
 from raysgd.functions.settings import FitSettings
 from raysgd.functions.tasks import EvalLossTask, FitTask
 from raysgd.workers.pickling import dumps, dumps_named
 
-#: Fields of `CheckpointConfig` that the arguments of fit decide.
-_DECIDED = ("num_to_keep", "score_attribute", "score_order", "keep_best", "links")
-#: As the interval of storage: no checkpoint has a number that is a multiple of it, so all stay in memory.
-_NEVER = 2**31
-_TRAINER_HINTS = {
-    "params_sharded": "leave it out; parameters are sharded in the workers",
-    "opt_state_sharded": "leave it out; the state is sharded in the workers",
-    "lr": "give it to the optimizer",
-}
+_TRAINER_HINTS = {"lr": "give it to the optimizer"}
 _FIT_HINTS = {
     "batch_size": "use per_device_batch_size=",
     "epochs": "use n_epochs=",
@@ -80,27 +71,29 @@ class Trainer:
         deployer: The devices.
         collate_fn: ``collate_fn(examples)`` gets a list of examples as they were given, and returns a tree of arrays with one
             row for each.
+        apply_fn: Becomes ``state.apply_fn``.
         loss_fn: ``loss_fn(train_rng, state, params, batch, is_training)`` returns a scalar, the mean over the rows of its
             batch, or ``(loss_sum, weight)``, where the weight counts what the loss is a mean of, such as tokens.
         params: The tree of parameters, made with JAX or NumPy. It is sent to the workers as NumPy arrays.
-        optimizer: A transformation of optax, but not `optax.MultiSteps`.
-        apply_fn: Becomes ``state.apply_fn``.
-        params_sharding_rules: The result of `Deployer.get_sharding_rules`, or own rules ``(regular expression,
-            PartitionSpec)``, which are searched in the paths of parameters. Parameters without a rule are sharded by the
-            names of layers.
+        optimizer: A transformation of optax. With an `optax.MultiSteps`, each batch is a step, and an update takes several steps.
+        opt_state: The state of the optimizer to begin with, as `Deployer.load_ckpt` returns it.
+        params_sharded: Ignored with a message: arrays are placed in the workers.
+        opt_state_sharded: Ignored, as ``params_sharded``.
+        compute_dtype: The type that parameters are converted to for ``loss_fn``, such as ``"bfloat16"``. Parameters, updates and
+            checkpoints keep their own. None: float32, or float64 for parameters of this type.
+        last_ckpt_info: The information that `Deployer.load_ckpt` returns. The training begins after its epoch, with its step
+            and random key, and the first fit ends after ``n_epochs`` epochs in all.
         lr_schedule_fn: The schedule that the optimizer was made with, from the number of updates to the learning rate. It is
             used for the metric ``learning_rate`` alone.
-        accumulate_grad_batches: The number of parts that a batch is computed in, one after the other, to save memory. The
-            updates are the same.
-        compute_dtype: The type that parameters are converted to for ``loss_fn``, such as ``"bfloat16"``. Parameters, updates and
-            checkpoints keep their own. None: no conversion.
+        accumulate_grad_batches: The number of batches that an update takes, one after the other: it has so many times the rows.
+            With an `optax.MultiSteps`, which accumulates by itself, it is the number that MultiSteps was given.
+        params_sharding_rules: The result of `Deployer.get_sharding_rules`, or own rules ``(regular expression,
+            PartitionSpec)``, which are searched in the paths of parameters. Parameters without a rule are sharded by the
+            names of layers. A dict has rules for the parameters below each of its keys.
         train_step_fn: An own step in place of loss, gradient and update: ``train_step_fn(rng, state, batch, loss_fn,
             lr_schedule_fn, mesh, compute_dtype)`` is called by these names, with the whole batch of all devices, and returns
             ``(state.apply_gradients(grads=grads), {"loss": loss})``; the dict may have more scalars. XLA splits its work, so it
-            needs no collectives.
-        opt_state: The state of the optimizer to begin with, as `Deployer.load_ckpt` returns it.
-        last_ckpt_info: The information that `Deployer.load_ckpt` returns. The training begins after its epoch, with its step
-            and random key, and the first fit ends after ``n_epochs`` epochs in all.
+            needs no collectives: ``mesh`` is None, and a reduction over redco's axis ``"dp"`` changes nothing.
 
     Raises:
         ConfigError: An argument cannot work.
@@ -113,58 +106,48 @@ class Trainer:
         self,
         deployer: Deployer,
         collate_fn: Callable[[list[Any]], Any],
-        loss_fn: Callable[..., Any],
-        params: Any,
-        optimizer: Any,
         apply_fn: Any = None,
-        params_sharding_rules: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        params: Any = None,
+        optimizer: Any = None,
+        opt_state: Any = None,
+        params_sharded: bool = False,
+        opt_state_sharded: bool = False,
+        compute_dtype: Any = None,
+        last_ckpt_info: Mapping[str, Any] | None = None,
         lr_schedule_fn: Callable[[Any], Any] | None = None,
         accumulate_grad_batches: int | None = None,
-        *,
-        compute_dtype: Any = None,
+        params_sharding_rules: Any = None,
         train_step_fn: Callable[..., Any] | None = None,
-        opt_state: Any = None,
-        last_ckpt_info: Mapping[str, Any] | None = None,
     ) -> None:
         self.deployer = check_deployer(deployer)
         if accumulate_grad_batches is not None:
             check_count("accumulate_grad_batches", accumulate_grad_batches, minimum=1)
-            if train_step_fn is not None and accumulate_grad_batches > 1:
-                raise ConfigError(
-                    "accumulate_grad_batches and train_step_fn exclude each other: an own step gets the whole batch; let it "
-                    "compute the batch in parts."
-                )
-        if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
-            raise ConfigError(
-                f"optimizer={optimizer!r:.80} is not an optimizer of optax: give one such as optax.adam(1e-3)."
-            )
         import_optional("jax", "functions")
         import_optional("optax", "functions")
-        from raysgd.functions.sharding import own_rules, plan_sharding
-        from raysgd.functions.trees import float_name, shapes_of
+        from raysgd.functions.checkpoints import check_info
+        from raysgd.functions.sharding import own_rules
+        from raysgd.functions.trees import float_name
 
-        self._accumulate = accumulate_grad_batches
+        self._given_accumulate = accumulate_grad_batches
         self._compute_dtype = None if compute_dtype is None else float_name("compute_dtype", compute_dtype)
-        self._first_epoch = 0
-        self._counts_epochs_in_all = last_ckpt_info is not None
-        self.set_params(params)
-        self._begin_after(opt_state, last_ckpt_info)
-        like = shapes_of(self._tree)
-        self._parts = {
+        self._parts: dict[str, Any] = {
             "collate_fn": check_callable("collate_fn", collate_fn, "collate_fn(examples)"),
             "loss_fn": check_callable("loss_fn", loss_fn, "loss_fn(train_rng, state, params, batch, is_training)"),
-            "optimizer": optimizer,
             "train_step_fn": check_callable(
                 "train_step_fn", train_step_fn, "train_step_fn(rng, state, batch, loss_fn, ...)", may_be_none=True
             ),
-            "apply_fn": apply_fn,
             "lr_schedule_fn": check_callable(
                 "lr_schedule_fn", lr_schedule_fn, "lr_schedule_fn(step)", may_be_none=True
             ),
             "rules": own_rules(params_sharding_rules),
         }
-        self._like = like
-        plan_sharding(like, deployer.axis_sizes, self._parts["rules"])  # its errors, before workers start
+        step, epoch, rng = check_info(last_ckpt_info or {})
+        self._first_epoch = epoch + 1
+        self._counts_epochs_in_all = last_ckpt_info is not None
+        self.set_train_state(apply_fn, optimizer, step, params, opt_state, params_sharded, opt_state_sharded)
+        if rng is not None:
+            self._newest[1]["train_state"] |= {"step": step, "rng": rng}
 
     # ---------------------------------------------------------------------------------------------------- parameters
 
@@ -172,29 +155,107 @@ class Trainer:
         """Train from these parameters on, with a new state of the optimizer and at step 0.
 
         Raises:
-            ConfigError: A leaf is not an array of floating-point numbers.
+            ConfigError: A leaf is not an array of floating-point numbers, or a sharding rule does not fit.
         """
-        from raysgd.functions.trees import as_nested_dict, as_numpy
+        from raysgd.functions.sharding import plan_sharding
+        from raysgd.functions.trees import as_nested_dict, as_numpy, shapes_of
 
-        self._tree = as_numpy(params)
+        tree = as_numpy(params)
+        self._like = shapes_of(tree)
+        plan_sharding(self._like, self.deployer.axis_sizes, self._parts["rules"])  # its errors, before workers start
         #: The newest state: the path of a checkpoint, or nested dicts of NumPy arrays.
-        self._newest: tuple[str | None, Any] = None, {"train_state": {"params": as_nested_dict(self._tree)}}
+        self._newest: tuple[str | None, Any] = None, {"train_state": {"params": as_nested_dict(tree)}}
+        self._step = 0
 
-    def _begin_after(self, opt_state: Any, info: Mapping[str, Any] | None) -> None:
-        """Begin with a state of the optimizer, and after the epoch of a checkpoint."""
-        from raysgd.functions.checkpoints import check_info
+    def set_train_state(
+        self,
+        apply_fn: Any,
+        optimizer: Any,
+        step: int,
+        params: Any,
+        opt_state: Any = None,
+        params_sharded: bool = False,
+        opt_state_sharded: bool = False,
+    ) -> None:
+        """Train from this state on.
+
+        Args:
+            apply_fn: As for `Trainer`, like the other arguments.
+            optimizer: The optimizer from now on.
+            step: The number of steps done.
+            params: The parameters.
+            opt_state: The state of the optimizer. None: a new one, whose schedules continue at ``step``.
+            params_sharded: Ignored with a message.
+            opt_state_sharded: Ignored with a message.
+
+        Raises:
+            ConfigError: An argument cannot work.
+        """
         from raysgd.functions.trees import as_arrays, as_nested_dict
+        from raysgd.functions.worker.train_state import accumulates
 
-        if opt_state is None and info is None:
-            return
-        step, epoch, rng = check_info(info or {})
-        self._first_epoch = epoch + 1
+        if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+            raise ConfigError(
+                f"optimizer={optimizer!r:.80} is not an optimizer of optax: give one such as optax.adam(1e-3)."
+            )
+        log_unused(PLACED_IN_WORKERS, params_sharded=params_sharded, opt_state_sharded=opt_state_sharded)
+        self.set_params(params)
+        self._parts |= {"apply_fn": apply_fn, "optimizer": optimizer}
+        number = self._given_accumulate
+        #: Batches that an update takes, and steps of the optimizer for an update.
+        self._accumulate, self._steps_per_update = (
+            (1, number) if accumulates(optimizer, self._like) else (number or 1, 1)
+        )
+        if self._accumulate > 1 and self._parts["train_step_fn"] is not None:
+            raise ConfigError(
+                "accumulate_grad_batches and train_step_fn exclude each other: an own step gets the whole batch; let it "
+                "compute the batch in parts, or give an optax.MultiSteps."
+            )
         state = self._newest[1]["train_state"]
-        state["step"] = step
-        if rng is not None:
-            state["rng"] = rng
+        if step or opt_state is not None:
+            self._step = int(step)
+            state["step"] = np.asarray(step, np.int32)
         if opt_state is not None:
             state["opt_state"] = as_nested_dict(as_arrays(opt_state))
+
+    @property
+    def state(self) -> Any:
+        """The newest state: ``step``, ``params``, ``opt_state`` (None if there is none yet), ``apply_fn`` and ``tx``."""
+        import jax
+
+        from raysgd.functions.trees import from_nested_dict
+        from raysgd.functions.worker.train_state import StepState
+
+        saved, optimizer = self._load(*self._newest), self._parts["optimizer"]
+        opt_state = saved.get("opt_state")
+        if opt_state is not None:
+            opt_state = from_nested_dict(opt_state, jax.eval_shape(optimizer.init, self._like))
+        params = from_nested_dict(saved["params"], self._like)
+        return StepState(self._step, params, opt_state, self._parts["apply_fn"], optimizer)
+
+    @property
+    def step(self) -> int:
+        """The number of steps so far."""
+        return self._step
+
+    @property
+    def mesh(self) -> Any:
+        """The axes of the deployer's mesh."""
+        return self.deployer.mesh
+
+    @property
+    def workdir(self) -> str | None:
+        """The working directory of the deployer."""
+        return self.deployer.workdir
+
+    def get_params_to_save(self, state_params: Any = None) -> Any:
+        """Return the given parameters, or else the newest ones, as `Deployer.save_ckpt` takes them."""
+        return self.params if state_params is None else state_params
+
+    if not TYPE_CHECKING:  # else type checkers would find any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name)
 
     @property
     def params(self) -> Any:
@@ -205,8 +266,10 @@ class Trainer:
         """Return the tree of parameters of a checkpoint, or of a state."""
         from raysgd.functions.trees import from_nested_dict
 
-        saved = state if path is None else Checkpoint.from_path(path).load()
-        return from_nested_dict(saved["train_state"]["params"], self._like)
+        return from_nested_dict(self._load(path, state)["params"], self._like)
+
+    def _load(self, path: str | None, state: Any) -> Any:
+        return (state if path is None else Checkpoint.from_path(path).load())["train_state"]
 
     def _newest_params(self) -> tuple[str | None, Any, Any]:
         """Return where the newest parameters are, for a `Predictor`: a path or a state, and their shapes."""
@@ -243,14 +306,14 @@ class Trainer:
         eval_predictor: Predictor | None = None,
         eval_metric_fn: Callable[[list[Any], list[Any]], Mapping[str, Any]] | None = None,
         eval_sanity_check: bool = True,
-        save_every_ckpt: bool = False,
+        save_ckpt_every_k_epochs: int | None = None,
         save_last_ckpt: bool = False,
         save_argmin_ckpt_by_metrics: Sequence[str] | None = None,
         save_argmax_ckpt_by_metrics: Sequence[str] | None = None,
         save_opt_states: bool = True,
-        *,
-        save_ckpt_every_k_epochs: int | None = None,
         save_float_dtype: Any = None,
+        *,
+        save_every_ckpt: bool = False,
         save_every_n_steps: int | None = None,
         resume_from: str | os.PathLike[str] | Checkpoint | None = None,
         callbacks: Sequence[Callback] = (),
@@ -264,7 +327,8 @@ class Trainer:
                 that does not depend on the number of workers; the last batch has those that are left. Or a function
                 ``train_examples(epoch_idx)`` that returns them: every worker calls it when an epoch begins, or is resumed, and
                 all must get the same.
-            per_device_batch_size: Rows of a batch for each replica of the model. All replicas together take a batch.
+            per_device_batch_size: Rows of a batch for each replica of the model. All replicas together take a batch, and an
+                update takes ``accumulate_grad_batches`` of them.
             n_epochs: The number of epochs.
             eval_examples: The examples that are evaluated after each epoch.
             eval_per_device_batch_size: Rows of a batch in the evaluation. None: ``per_device_batch_size``.
@@ -273,16 +337,16 @@ class Trainer:
             eval_metric_fn: ``eval_metric_fn(examples, preds)`` returns a dict of metrics. It is called on rank 0.
             eval_sanity_check: Whether to evaluate one batch before the first step, to find mistakes. It does not change the
                 training.
-            save_every_ckpt: Keep the checkpoint of each epoch.
+            save_ckpt_every_k_epochs: Keep the checkpoint of every so many epochs, and the newest. The others are deleted when fit
+                ends.
             save_last_ckpt: Keep the newest checkpoint.
             save_argmin_ckpt_by_metrics: Keep the best checkpoint by each of these metrics, whose lowest value is best:
                 ``loss`` of the evaluation, what ``eval_metric_fn`` returns, or ``train_loss``.
             save_argmax_ckpt_by_metrics: The same for metrics whose highest value is best.
             save_opt_states: Whether checkpoints have the state of the optimizer. Without it, a training that resumes, also after
                 a failure, starts with a new one; the step and the schedule continue.
-            save_ckpt_every_k_epochs: Keep the checkpoint of every so many epochs, and the newest. The others are deleted when fit
-                ends.
             save_float_dtype: The type of parameters in checkpoints, such as ``"bfloat16"``. They are converted when loaded.
+            save_every_ckpt: Keep the checkpoint of each epoch.
             save_every_n_steps: Save in addition after every so many steps, to lose less after a failure.
             resume_from: Continue the training that this checkpoint is of, with any number of workers and shards, up to
                 ``n_epochs`` epochs in all. As for `raysgd.Trainer.run`; ``"last"`` and ``"best"`` are looked for in ``workdir``.
@@ -305,7 +369,7 @@ class Trainer:
         predictor = _check_evaluation(eval_examples, eval_predictor, eval_metric_fn)
         check_count("n_epochs", n_epochs, minimum=1)
         check_count("per_device_batch_size", per_device_batch_size, minimum=1)
-        kept = _Kept.of(
+        kept = KeptCheckpoints.of(
             save_every_ckpt,
             save_last_ckpt,
             save_argmin_ckpt_by_metrics,
@@ -356,7 +420,7 @@ class Trainer:
             "per_device_batch_size": per_device_batch_size,
             **({} if is_function else {"num_train_examples": len(given)}),
             "n_model_shards": self.deployer.n_model_shards,
-            "accumulate_grad_batches": self._accumulate or 1,
+            "accumulate_grad_batches": self._given_accumulate or 1,
         }
         runs = self.deployer.runs
         found = runs.run(
@@ -376,12 +440,14 @@ class Trainer:
         Args:
             examples: As for `fit`.
             per_device_batch_size: As for `fit`.
-            desc: Is not used; the progress shows the epoch.
+            desc: Is logged.
 
         Raises:
             ConfigError: An argument cannot work.
             Exception: What one of the functions raised.
         """
+        if desc is not None:
+            self.deployer.log_info(desc, title="Training")
         epochs = self._first_epoch + 1 if self._counts_epochs_in_all else 1
         return self.fit(examples, per_device_batch_size, epochs)
 
@@ -392,13 +458,15 @@ class Trainer:
         Args:
             examples: A list, or another sequence with a length.
             per_device_batch_size: As for `fit`.
-            desc: Is not used.
+            desc: Is logged.
 
         Raises:
             ConfigError: An argument cannot work.
             Exception: What one of the functions raised.
         """
         data = check_examples("examples", examples)
+        if desc is not None:
+            self.deployer.log_info(desc, title="Evaluating")
         check_count("per_device_batch_size", per_device_batch_size, minimum=1)
         parts = self._parts_with()
         task = EvalLossTask(
@@ -436,15 +504,16 @@ class Trainer:
             start=self._newest[0],
             per_device_batch_size=per_device_batch_size,
             accumulate_grad_batches=self._accumulate,
+            steps_per_update=self._steps_per_update,
             compute_dtype=self._compute_dtype,
             **settings,
         )
 
-    def _finish(self, found: Mapping[str, Any], kept: _Kept, resumed: Checkpoint | None) -> FitResult:
+    def _finish(self, found: Mapping[str, Any], kept: KeptCheckpoints, resumed: Checkpoint | None) -> FitResult:
         runs = self.deployer.runs
         history = list(found["history"])
         saved = runs.trainer.list_checkpoints()
-        earlier = [] if resumed is None else _earlier_checkpoints(resumed, history)
+        earlier = [] if resumed is None else earlier_checkpoints(resumed, history)
         if not saved and resumed is not None:  # the training was finished already
             self._newest = resumed.path, None
         checkpoints = kept.name([*earlier, *saved])
@@ -458,99 +527,10 @@ class Trainer:
                 runs.delete_checkpoint(each)
         self._counts_epochs_in_all = False
         self._first_epoch = int(found["epoch"])
+        self._step = int(found["num_steps"])
         metrics = dict(history[-1]) if history else {}
         counts = found["num_steps"], dict(found["num_compilations"])
         return FitResult(metrics, history, *counts, checkpoints, runs.trainer.run_dir, self, self._newest)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """Which checkpoints fit was asked to keep."""
-
-    every: int  # of so many epochs one; 0: none
-    last: bool
-    argmin: tuple[str, ...]
-    argmax: tuple[str, ...]
-
-    @classmethod
-    def of(cls, every: Any, last: Any, argmin: Any, argmax: Any, every_k: Any = None) -> _Kept:
-        if every_k is not None:
-            check_count("save_ckpt_every_k_epochs", every_k, minimum=1)
-        return cls(
-            1 if check_bool("save_every_ckpt", every) else every_k or 0,
-            check_bool("save_last_ckpt", last),
-            check_metric_names("save_argmin_ckpt_by_metrics", argmin),
-            check_metric_names("save_argmax_ckpt_by_metrics", argmax),
-        )
-
-    def check(self, *, has_eval: bool) -> None:
-        """Check that the metrics can be there.
-
-        Raises:
-            ConfigError: A metric is in both lists, or is one of an evaluation, and there is none.
-        """
-        if both := set(map(reported_name, self.argmin)) & set(map(reported_name, self.argmax)):
-            raise ConfigError(
-                f"{sorted(both)[0]!r} is in save_argmin_ckpt_by_metrics and in save_argmax_ckpt_by_metrics."
-            )
-        for name in () if has_eval else (*self.argmin, *self.argmax):
-            if name != TRAIN_LOSS:
-                raise ConfigError(
-                    f"the best checkpoint by {name!r} needs eval_examples; without an evaluation there is {TRAIN_LOSS} alone."
-                )
-
-    def _orders(self) -> dict[str, tuple[str, ScoreOrder]]:
-        """Return the reported metric and the order of each best checkpoint, by the name of the checkpoint."""
-        return {
-            **{f"min_{name}": (reported_name(name), "min") for name in self.argmin},
-            **{f"max_{name}": (reported_name(name), "max") for name in self.argmax},
-        }
-
-    def config(self, given: CheckpointConfig) -> CheckpointConfig:
-        """Return the settings of the run.
-
-        Raises:
-            ConfigError: The given ones decide what the arguments of fit decide.
-        """
-        default = CheckpointConfig()
-        for name in _DECIDED:
-            if getattr(given, name) != getattr(default, name):
-                raise ConfigError(
-                    f"Deployer(checkpoint_config=CheckpointConfig({name}=...)) is decided by the arguments save_... of fit; "
-                    "leave it out."
-                )
-        orders = self._orders()
-        keeps_none = not (self.every or self.last or orders)
-        interval = _NEVER if keeps_none and given.keep_in_memory else given.storage_interval
-        return replace(
-            given,
-            num_to_keep=None if self.every else 1,
-            keep_best=dict(orders.values()),
-            links=self.last or self.every > 0,
-            storage_interval=interval,
-        )
-
-    def name(self, saved: Sequence[Checkpoint]) -> dict[str, Checkpoint]:
-        """Return the checkpoints to keep, by their names; ``saved`` has all of them, oldest first."""
-        found: dict[str, Checkpoint] = {}
-        if self.every:
-            epochs = {each.metrics["epoch"]: each for each in saved if "epoch" in each.metrics}
-            found |= {f"epoch_{epoch}": each for epoch, each in epochs.items() if (epoch + 1) % self.every == 0}
-        if saved and (self.last or self.every):
-            found["last"] = saved[-1]
-        for name, (metric, order) in self._orders().items():
-            best = find_best([each.metrics for each in saved], RetentionPolicy(None, metric, order))
-            if best is not None:
-                found[name] = saved[best]
-        return found
-
-
-def _earlier_checkpoints(resumed: Checkpoint, history: Sequence[Mapping[str, Any]]) -> list[Checkpoint]:
-    """Return the checkpoints of earlier runs of this training, oldest first: those whose metrics are in its history."""
-    runs = Storage.from_uri(str(resumed.path)).parent().parent().parent()
-    found = [Checkpoint.of_manifest(store.path(each.number), each) for store, each in list_manifests(runs)]
-    end = next((place for place, each in enumerate(found) if each == resumed), -1) + 1
-    return [each for each in found[:end] if each.metrics in history]
 
 
 def _check_evaluation(examples: Any, predictor: Any, metric_fn: Any) -> dict[str, Any] | None:

@@ -153,9 +153,46 @@ def test_losses_and_predictions_have_every_example_once_in_order(deployer: Deplo
         *range(75)
     ]
     alone = Predictor(deployer, collate_fn, pred_fn)
-    rows = alone.predict(EXAMPLES[:10], make_params(), 4)
+    rows = alone.predict(EXAMPLES[:10], 4, make_params())
     assert [int(each["id"]) for each in rows] == [*range(10)]
-    assert rows == alone.predict(EXAMPLES[:10], result.checkpoints["last"], 4)  # the loss had no gradient
+    assert rows == alone.predict(EXAMPLES[:10], 4, result.checkpoints["last"])  # the loss had no gradient
+
+
+def as_wide_as_the_largest(examples: list[dict[str, Any]]) -> dict[str, Any]:
+    width = 1 + max(each["id"] for each in examples) // 8
+    return {**collate_fn(examples), "wide": np.ones((len(examples), width), np.float32)}
+
+
+def wide_loss(train_rng: Any, state: Any, params: Any, batch: Any, is_training: bool) -> Any:
+    return loss_fn(train_rng, state, params, batch, is_training) * batch["wide"].sum(1).mean()
+
+
+def wide_pred(pred_rng: Any, params: Any, batch: Any) -> Any:
+    return batch["wide"].sum(1)
+
+
+@shared
+def test_shapes_that_depend_on_the_rows_are_those_of_one_worker(deployer: Deployer, tmp_path: Path) -> None:
+    settings = {"collate_fn": as_wide_as_the_largest, "loss_fn": wide_loss}
+    found, predicted = [], []
+    with make_deployer(1, 4, run_config=raysgd.RunConfig(storage_path=tmp_path)) as one:
+        for each in (deployer, one):
+            trainer = make_trainer(each, **settings)
+            found.append(run_fit(trainer, eval_examples=EXAMPLES[:21]))
+            predicted.append(trainer.get_default_predictor(wide_pred).predict(EXAMPLES[:21], 4))
+    check_equal(*found)
+    assert predicted[0] == predicted[1] == [2.0] * 16 + [3.0] * 5
+
+
+def as_wide_as_the_rank(examples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**collate_fn(examples), "wide": np.ones((len(examples), 1 + jax.process_index()), np.float32)}
+
+
+@shared
+def test_workers_that_collate_different_shapes_end_the_run(deployer: Deployer) -> None:
+    trainer = make_trainer(deployer, collate_fn=as_wide_as_the_rank)
+    with pytest.raises(ConfigError, match=r"other arrays on rank 1 .*\['wide'\] \(2,\) float32.*\(1,\) float32"):
+        run_fit(trainer)
 
 
 @pytest.mark.parametrize(("workers", "devices", "shards"), [(1, 1, 1), (2, 4, 4)])
@@ -403,7 +440,7 @@ def biased_pred(pred_rng: Any, params: Any, batch: Any, bias: Any) -> Any:
 @shared
 def test_functions_may_hold_arrays_of_jax(deployer: Deployer) -> None:
     predictor = Predictor(deployer, collate_fn, partial(biased_pred, bias=ArrayOfJax()))
-    assert len(predictor.predict(EXAMPLES[:3], make_params(), 1)) == 3
+    assert len(predictor.predict(EXAMPLES[:3], 1, make_params())) == 3
 
 
 def test_wandb_gets_every_step_and_the_evaluations(ray_cluster: Any, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import raysgd
-from raysgd.checkpoint.checkpoint import Checkpoint
-from raysgd.checkpoint.storage.storage import Storage
-from raysgd.checkpoint.store import CheckpointStore
-from raysgd.config import CheckpointConfig
 from raysgd.errors import CheckpointError, CheckpointNotFoundError, ConfigError, UnknownArgumentError
 from raysgd.functions import Deployer, Predictor, Trainer
-from raysgd.trainer.resume_from import FoundCheckpoint
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
@@ -30,6 +24,7 @@ pytestmark = pytest.mark.jax
 from raysgd.functions.examples import call_by_name  # noqa: E402
 from raysgd.functions.worker.predicting import rows_on_all_devices  # noqa: E402
 from raysgd.functions.worker.train_state import restore_arrays  # noqa: E402
+from support.functions_local import LocalRuns  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
 EXAMPLES = [{"id": number, "x": RANDOM.normal(size=3).astype(np.float32)} for number in range(10)]
@@ -44,50 +39,6 @@ def one_device() -> Iterator[None]:
     yield
     backends.clear_backends()
     jax.config.update("jax_num_cpu_devices", before)
-
-
-class LocalRuns:
-    """Runs the tasks of a `Deployer` in this process, each in a folder as a run of workers has it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.trainer = self
-        self._folder = folder
-        self._number = 0
-
-    def run(
-        self,
-        task: Callable[[], Any],
-        config: Mapping[str, Any],
-        dataset: Mapping[str, Any],
-        *,
-        start: Any = None,
-        callbacks: Any = (),
-        checkpoint_config: CheckpointConfig | None = None,
-    ) -> Any:
-        self._number += 1
-        with raysgd.local(dataset=dataset or None, dir=self._store.storage.path_of("")):
-            if start is not None:
-                held = start.checkpoint if isinstance(start, FoundCheckpoint) else None
-                raysgd.save_checkpoint(start if held is None else held.load())
-            try:
-                return task()
-            finally:
-                if start is not None:  # a run of workers does not save what it begins with
-                    self._store.delete(1)
-
-    @property
-    def run_dir(self) -> str:
-        return str(self._folder / f"run_{self._number}")
-
-    @property
-    def _store(self) -> CheckpointStore:
-        return CheckpointStore(Storage.from_uri(self.run_dir).child("checkpoints"))
-
-    def list_checkpoints(self) -> list[Checkpoint]:
-        return [Checkpoint.from_path(self._store.path(each.number)) for each in self._store.list()]
-
-    def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self._store.delete(int(str(checkpoint.path)[-6:]))
 
 
 @pytest.fixture
@@ -249,6 +200,56 @@ def test_own_step_that_returns_something_else_is_refused(deployer: Deployer, ste
         make_trainer(deployer, train_step_fn=step).fit(EXAMPLES, 4, 1)
     with pytest.raises(ConfigError, match="accumulate_grad_batches and train_step_fn exclude"):
         make_trainer(deployer, train_step_fn=step, accumulate_grad_batches=2)
+
+
+def test_update_takes_the_rows_of_all_batches_that_it_accumulates(deployer: Deployer) -> None:
+    whole = make_trainer(deployer).fit(EXAMPLES, 10, 2)
+    given = {"accumulate_grad_batches": 2}
+    parts = make_trainer(deployer, **given).fit(EXAMPLES, 5, 2)
+    multi = make_trainer(deployer, optimizer=optax.MultiSteps(optax.adam(0.05), 2), **given).fit(EXAMPLES, 5, 2)
+    assert (whole.num_steps, parts.num_steps, multi.num_steps) == (2, 2, 4)
+    check_near(parts.params, whole.params)
+    check_near(multi.params, whole.params)
+
+
+def check_near(one: Any, other: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, other)
+
+
+def test_schedule_inside_multi_steps_continues_without_a_saved_optimizer(deployer: Deployer) -> None:
+    optimizer = optax.MultiSteps(optax.sgd(optax.linear_schedule(0.1, 0.0, 8)), 2)
+    settings = {"save_opt_states": False, "save_last_ckpt": True}
+    first = make_trainer(deployer, optimizer=optimizer, accumulate_grad_batches=2).fit(EXAMPLES, 5, 2, **settings)
+    saved = first.checkpoints["last"]
+    resumed = make_trainer(deployer, optimizer=optimizer, accumulate_grad_batches=2)
+    resumed.fit(EXAMPLES, 5, 3, save_last_ckpt=True, resume_from=saved)
+    counts = [leaf for leaf in jax.tree.leaves(resumed.state.opt_state.inner_opt_state) if leaf.dtype == np.int32]
+    assert counts == [3]  # of 6 steps
+    with pytest.raises(ConfigError, match=r"give Trainer\(accumulate_grad_batches=k\) with the k of MultiSteps"):
+        make_trainer(deployer, optimizer=optimizer).fit(EXAMPLES, 5, 3, resume_from=saved)
+
+
+def test_training_continues_from_a_state_that_the_script_sets(deployer: Deployer) -> None:
+    trainer = make_trainer(deployer, optimizer=optax.adam(0.0))
+    assert (trainer.step, trainer.state.opt_state) == (0, None)
+    trainer.set_train_state(None, optax.adam(0.05), 0, PARAMS)
+    result = trainer.fit(EXAMPLES, 4, 1)
+    expected = make_trainer(deployer).fit(EXAMPLES, 4, 1)
+    check_equal(result.params, expected.params)
+    state = trainer.state
+    assert trainer.step == state.step == 3 and int(state.opt_state[0].count) == 3
+    trainer.set_train_state(None, state.tx, state.step, state.params, state.opt_state)
+    check_equal(trainer.fit(EXAMPLES, 4, 1).params, expected._trainer.fit(EXAMPLES, 4, 1).params)
+    assert trainer.step == 6
+
+
+def test_narrow_parameters_are_computed_with_in_float32(deployer: Deployer) -> None:
+    def sizes(rng: Any, state: Any, params: Any, batch: Any, is_training: bool) -> Any:
+        return params["up"]["kernel"].dtype.itemsize + 0 * loss_fn(rng, state, params, batch, is_training)
+
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jax.numpy.bfloat16), PARAMS)
+    assert make_trainer(deployer, params=narrow, loss_fn=sizes).fit(EXAMPLES, 4, 1).metrics["train_loss"] == 4
+    assert make_trainer(deployer, params=narrow).fit(EXAMPLES, 4, 1).params["up"]["kernel"].dtype == jax.numpy.bfloat16
 
 
 def test_loss_gets_parameters_of_the_type_to_compute_with(deployer: Deployer) -> None:
@@ -436,5 +437,5 @@ def test_saved_parameters_are_loaded_and_predicted_with(deployer: Deployer, tmp_
     np.testing.assert_allclose(np.array(rows, np.float32), outputs_of(PARAMS, collate_fn(EXAMPLES)), rtol=0.02)
     with pytest.raises(CheckpointNotFoundError):
         deployer.load_ckpt(tmp_path / "nothing")
-    with pytest.raises(UnknownArgumentError, match="no argument 'params_sharded': leave it out; parameters are placed"):
-        predictor.predict(EXAMPLES, params=saved, params_sharded=True)  # type: ignore[call-arg]
+    with pytest.raises(UnknownArgumentError, match="no argument 'batch_size': use per_device_batch_size="):
+        predictor.predict(EXAMPLES, params=saved, batch_size=4)  # type: ignore[call-arg]

@@ -20,9 +20,9 @@ from raysgd.config import CheckpointConfig, RunConfig
 from raysgd.errors import ConfigError, UnknownArgumentError
 from raysgd.functions import Deployer, Predictor, Trainer
 from raysgd.functions.examples import check_examples
+from raysgd.functions.kept_checkpoints import KeptCheckpoints
 from raysgd.functions.metrics import as_metrics, check_wanted, reported_name
 from raysgd.functions.runs import RunCallbacks
-from raysgd.functions.trainer import _Kept
 from raysgd.workers.pickling import dumps, loads
 
 jax = pytest.importorskip("jax")
@@ -121,7 +121,7 @@ assert not {"jax", "optax", "torch"} & set(sys.modules), "a framework is importe
 import optax
 params = {"up": {"kernel": np.ones((8, 16))}, "down": {"kernel": np.ones((16, 4))}}
 rules = deployer.get_sharding_rules(params)
-trainer = raysgd.functions.Trainer(deployer, len, len, params, optax.adam(1e-3), params_sharding_rules=rules)
+trainer = raysgd.functions.Trainer(deployer, len, len, len, params, optax.adam(1e-3), params_sharding_rules=rules)
 deployer.get_lr_schedule_fn(100, 4, 2, 0.1)
 assert trainer.params["up"]["kernel"].dtype == np.float32
 from jax._src import xla_bridge
@@ -145,7 +145,7 @@ assert not xla_bridge.backends_are_initialized()
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0"),
         ({"params_sharding_rules": [("nothing", ())]}, "matches no parameter"),
         ({"params_sharding_rules": "up"}, "params_sharding_rules is a str"),
-        ({"params_sharded": True}, "leave it out; parameters are sharded in the workers"),
+        ({"params_sharding_rules": {"middle": None}}, "has rules for 'middle', and params has down, up"),
         ({"train_step_fn": 3}, "train_step_fn=3 is not callable"),
     ],
 )
@@ -187,7 +187,7 @@ def test_predictor_needs_parameters_and_examples() -> None:
     with pytest.raises(ConfigError, match="needs params="):
         predictor.predict(EXAMPLES)
     with pytest.raises(ConfigError, match="examples is empty"):
-        predictor.predict([], PARAMS)
+        predictor.predict([], 1, PARAMS)
     with pytest.raises(ConfigError, match=r"not a raysgd\.functions\.Deployer"):
         Predictor(None, anything, anything)  # type: ignore[arg-type]
     assert issubclass(UnknownArgumentError, ConfigError)
@@ -252,9 +252,9 @@ def checkpoints_of(*losses: float) -> list[Checkpoint]:
 
 def test_kept_checkpoints_have_names() -> None:
     found = checkpoints_of(3.0, 1.0, 2.0)
-    assert _Kept.of(False, False, None, None).name(found) == {}
-    assert _Kept.of(False, True, ["loss"], None).name(found) == {"last": found[2], "min_loss": found[1]}
-    every = _Kept.of(True, False, None, ["loss"]).name(found)
+    assert KeptCheckpoints.of(False, False, None, None).name(found) == {}
+    assert KeptCheckpoints.of(False, True, ["loss"], None).name(found) == {"last": found[2], "min_loss": found[1]}
+    every = KeptCheckpoints.of(True, False, None, ["loss"]).name(found)
     assert every == {
         "epoch_0": found[0],
         "epoch_1": found[1],
@@ -262,20 +262,20 @@ def test_kept_checkpoints_have_names() -> None:
         "last": found[2],
         "max_loss": found[0],
     }
-    assert _Kept.of(False, True, None, None).name([]) == {}
+    assert KeptCheckpoints.of(False, True, None, None).name([]) == {}
 
 
 def test_settings_of_checkpoints_follow_the_arguments_of_fit() -> None:
     given_config = CheckpointConfig(on_write_error="warn")
-    last = _Kept.of(False, True, ["loss"], ["a/b"]).config(given_config)
+    last = KeptCheckpoints.of(False, True, ["loss"], ["a/b"]).config(given_config)
     assert (last.num_to_keep, last.keep_best, last.links) == (1, {"eval_loss": "min", "eval_a/b": "max"}, True)
     assert (last.on_write_error, last.storage_interval) == ("warn", 1)
-    assert _Kept.of(True, False, None, None).config(given_config).num_to_keep is None
-    assert _Kept.of(False, False, None, None).config(given_config).storage_interval > 10**9
+    assert KeptCheckpoints.of(True, False, None, None).config(given_config).num_to_keep is None
+    assert KeptCheckpoints.of(False, False, None, None).config(given_config).storage_interval > 10**9
     with pytest.raises(ConfigError, match=r"num_to_keep=\.\.\.\)\) is decided"):
-        _Kept.of(True, False, None, None).config(CheckpointConfig(num_to_keep=2))
+        KeptCheckpoints.of(True, False, None, None).config(CheckpointConfig(num_to_keep=2))
     with pytest.raises(ConfigError, match="'eval_loss' is in"):
-        _Kept.of(False, False, ["loss"], ["eval_loss"]).check(has_eval=True)
+        KeptCheckpoints.of(False, False, ["loss"], ["eval_loss"]).check(has_eval=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- trees

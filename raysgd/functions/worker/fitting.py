@@ -109,28 +109,29 @@ class Fitting(Stepper):
         mesh = mesh_of(settings.n_model_shards)
         plan = plan_sharding(parts["like"], dict(mesh.shape), parts["rules"])
         rows = rows_on_all_devices(settings.per_device_batch_size, settings, settings.num_workers)
+        rows *= settings.accumulate_grad_batches
         self._warn_of_rows(rows, mesh.shape[DATA_AXIS])
         # A smaller group computes the same batch in more parts, so that no device takes more rows at a time.
         num_parts = math.ceil(rows / (settings.per_device_batch_size * mesh.shape[DATA_AXIS]))
-        accumulated = num_parts * (settings.accumulate_grad_batches or 1)
         self._steps = find_steps(
             plan,
-            ("fit", self._identity, accumulated, settings.compute_dtype),
+            ("fit", self._identity, num_parts, settings.compute_dtype, settings.steps_per_update),
             lambda: Steps(
                 mesh,
                 plan,
                 loss_fn=parts["loss_fn"],
                 optimizer=parts["optimizer"],
-                accumulate_grad_batches=accumulated,
+                accumulate_grad_batches=num_parts,
                 lr_schedule_fn=parts["lr_schedule_fn"],
                 apply_fn=parts["apply_fn"],
                 compute_dtype=settings.compute_dtype,
                 train_step_fn=parts["train_step_fn"],
+                steps_per_update=settings.steps_per_update,
             ),
         )
         self._pred_steps: Steps | None = None
         seed, collate_fn = settings.jax_seed, parts["collate_fn"]
-        common = {"seed": seed, "per_worker": settings.collate_per_worker}
+        common: dict[str, Any] = {"seed": seed, "per_worker": settings.collate_per_worker}
 
         def open_batches(dataset: WorkerDataset) -> ExampleBatches:
             return ExampleBatches(dataset, collate_fn, self._steps, rows, shuffle=True, **common)

@@ -10,6 +10,7 @@ on the number of devices: a mean over rows is a mean over all rows of the batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeAlias
 
@@ -37,6 +38,7 @@ from raysgd.functions.worker.train_state import (
     set_hyperparameters,
     set_schedule_step,
     state_like,
+    with_plain_keys,
     zero_shardings,
 )
 from raysgd.jax.meshes import mesh as make_mesh
@@ -94,13 +96,16 @@ class Steps:
         plan: The plan for the parameters.
         loss_fn: ``loss_fn(train_rng, state, params, batch, is_training)``. It returns a scalar, a mean over the rows of its
             batch, or ``(loss_sum, weight)``, two scalars. None: there is no loss, only prediction.
-        optimizer: Any transformation of optax but `optax.MultiSteps`.
+        optimizer: Any transformation of optax.
         accumulate_grad_batches: The number of micro-batches that a training batch is split into.
         lr_schedule_fn: The schedule that the optimizer was made with, from the number of updates to the learning rate. It is
             used for the metric alone.
         pred_fn: ``pred_fn(pred_rng, params, batch)`` returns a tree of arrays whose first dimension is that of the batch.
         apply_fn: Becomes ``state.apply_fn``.
-        compute_dtype: The type that parameters are converted to before loss_fn gets them; None: they stay as they are.
+        compute_dtype: The type that parameters are converted to before loss_fn gets them; None: float32, or float64 if they
+            have it.
+        steps_per_update: How many steps the optimizer takes for one update of the parameters, more than one with
+            `optax.MultiSteps`; None: that is not known.
         train_step_fn: The user's own step, in place of loss, gradient and update; see `raysgd.functions.Trainer`.
 
     Attributes:
@@ -120,6 +125,7 @@ class Steps:
         apply_fn: Any = None,
         compute_dtype: str | None = None,
         train_step_fn: Callable[..., Any] | None = None,
+        steps_per_update: int | None = 1,
     ) -> None:
         if dict(mesh.shape) != dict(plan.axis_sizes):
             raise ConfigError(f"The plan is for a mesh of {dict(plan.axis_sizes)}; this mesh has {dict(mesh.shape)}.")
@@ -130,6 +136,8 @@ class Steps:
         self._plan = plan
         self._loss_fn = loss_fn
         self._pred_fn = pred_fn
+        if optimizer is not None:
+            optimizer = with_plain_keys(optimizer, params_like(mesh, plan))
         self._optimizer = optimizer
         self._num_micro = accumulate_grad_batches or 1
         self._schedule = lr_schedule_fn
@@ -141,6 +149,7 @@ class Steps:
         self._like = None if optimizer is None else state_like(mesh, plan, optimizer, apply_fn)
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self._like)
         self._own_step_fn = train_step_fn
+        self._steps_per_update = steps_per_update
         self._train = jax.jit(
             self._train_step if train_step_fn is None else self._own_train_step,
             donate_argnums=0,
@@ -150,7 +159,7 @@ class Steps:
         self._predict = jax.jit(self._pred_step, out_shardings=self._replicated)
         if optimizer is not None and self._shardings is not None:
             self._init = jax.jit(
-                lambda params, step: set_schedule_step(optimizer.init(params), step),
+                lambda params, step: set_schedule_step(optimizer.init(params), step // (steps_per_update or 1)),
                 out_shardings=self._shardings.opt_state,
             )
 
@@ -209,6 +218,11 @@ class Steps:
         found = restore_arrays({name: saved[name] for name in wanted}, wanted)
         opt_state = found.get("opt_state")
         if "opt_state" not in wanted:
+            if self._steps_per_update is None and int(found["step"]):
+                raise ConfigError(
+                    "the checkpoint has no state of the optimizer, an optax.MultiSteps, so its schedule cannot continue: give "
+                    "Trainer(accumulate_grad_batches=k) with the k of MultiSteps(every_k_schedule=k)."
+                )
             opt_state = self._init(found["params"], found["step"])
         elif given is not None:
             changed = {
@@ -316,7 +330,9 @@ class Steps:
         opt_state = self._constrain(opt_state, self._shardings.opt_state)
         metrics = {"loss": loss.total * scale, "weight": loss.weight, "grad_norm": grad_norm, "step": state.step + 1}
         if self._schedule is not None:
-            metrics["learning_rate"] = jnp.asarray(self._schedule(state.step), jnp.float32)
+            metrics["learning_rate"] = jnp.asarray(
+                self._schedule(state.step // (self._steps_per_update or 1)), jnp.float32
+            )
         return TrainState(state.step + 1, params, opt_state, next_rng, state.apply_fn), metrics
 
     def _own_train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -324,16 +340,20 @@ class Steps:
         assert self._optimizer is not None and self._own_step_fn is not None and self._shardings is not None
         next_rng, train_rng = jax.random.split(state.rng)
         given = StepState(state.step, state.params, state.opt_state, state.apply_fn, self._optimizer)
-        returned = self._own_step_fn(
-            rng=train_rng,
-            state=given,
-            batch=batch,
+        step_fn = functools.partial(
+            self._own_step_fn,
             loss_fn=self._loss_fn,
             lr_schedule_fn=self._schedule,
-            mesh=self._mesh,
+            mesh=None,
             compute_dtype=self._compute_dtype or jnp.dtype(jnp.float32),
         )
-        new, metrics = _check_step(returned, given)
+
+        def call(rng: Any, state: StepState, batch: Any) -> Any:
+            return _check_step(step_fn(rng=rng, state=state, batch=batch), state)
+
+        # A step for redco reduces over the axis "dp". Here it has the whole batch, so that the axis has one place.
+        alone = jax.vmap(call, in_axes=None, out_axes=None, axis_name="dp", axis_size=1)
+        new, metrics = alone(train_rng, given, batch)
         metrics = {**metrics, "weight": jnp.float32(num_rows_of(batch)), "step": state.step + 1}
         params, opt_state = (
             jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), *pair)
@@ -372,7 +392,7 @@ class Steps:
 
     def _as_computed(self, params: Any) -> Any:
         dtype = self._compute_dtype
-        return params if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        return jax.tree.map(lambda leaf: leaf.astype(dtype or jnp.promote_types(leaf.dtype, jnp.float32)), params)
 
     def _placed_key(self, rng: Any) -> Any:
         if isinstance(rng, (int, np.integer)):

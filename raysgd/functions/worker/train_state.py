@@ -16,7 +16,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from raysgd.errors import ConfigError
 from raysgd.functions.sharding import DATA_AXIS, MODEL_AXIS, ParameterSharding, ShardingPlan
 from raysgd.functions.trees import as_nested_dict, key_of
 from raysgd.jax.restoring import restore
@@ -98,14 +97,9 @@ def zero_shardings(mesh: Mesh, plan: ShardingPlan) -> Any:
 
 
 def state_like(mesh: Mesh, plan: ShardingPlan, optimizer: optax.GradientTransformation, apply_fn: Any) -> TrainState:
-    """Return the state with a `jax.ShapeDtypeStruct` and its sharding for each array.
-
-    Raises:
-        ConfigError: The optimizer is an `optax.MultiSteps`.
-    """
+    """Return the state with a `jax.ShapeDtypeStruct` and its sharding for each array."""
     params = params_like(mesh, plan)
     opt_state = jax.eval_shape(optimizer.init, params)
-    _check_optimizer_state(opt_state)
     paths = [keys for keys, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     by_path = dict(zip(paths, plan.parameters, strict=True))
 
@@ -123,6 +117,29 @@ def state_like(mesh: Mesh, plan: ShardingPlan, optimizer: optax.GradientTransfor
         key_like(mesh),
         apply_fn,
     )
+
+
+def with_plain_keys(optimizer: optax.GradientTransformation, params: Any) -> optax.GradientTransformation:
+    """Return an optimizer whose state has the data of random keys in place of typed keys, which a checkpoint does not take."""
+    like = jax.eval_shape(optimizer.init, params)
+
+    def is_key(leaf: Any) -> bool:
+        return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+    if not any(map(is_key, jax.tree.leaves(like))):
+        return optimizer
+
+    def plain(state: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, state)
+
+    def typed(state: Any) -> Any:
+        return jax.tree.map(lambda leaf, one: jax.random.wrap_key_data(leaf) if is_key(one) else leaf, state, like)
+
+    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> Any:
+        updates, new = optimizer.update(updates, typed(state), params, **more)
+        return updates, plain(new)
+
+    return optax.GradientTransformationExtraArgs(lambda params: plain(optimizer.init(params)), update)
 
 
 def zero_spec(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
@@ -228,12 +245,10 @@ def _like(shape: tuple[int, ...], dtype: Any, mesh: Mesh, spec: PartitionSpec) -
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
-def _check_optimizer_state(opt_state: Any) -> None:
+def accumulates(optimizer: optax.GradientTransformation, params: Any) -> bool:
+    """Return whether an optimizer for such parameters is, or has in it, an `optax.MultiSteps`."""
+
     def is_multi(node: Any) -> bool:
         return isinstance(node, optax.MultiStepsState)
 
-    if any(map(is_multi, jax.tree.leaves(opt_state, is_leaf=is_multi))):
-        raise ConfigError(
-            "The optimizer is an optax.MultiSteps, whose schedule would not count the updates that are reported: give the inner "
-            "optimizer, and Trainer(accumulate_grad_batches=k)."
-        )
+    return any(map(is_multi, jax.tree.leaves(jax.eval_shape(optimizer.init, params), is_leaf=is_multi)))

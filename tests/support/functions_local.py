@@ -1,0 +1,58 @@
+"""Runs of `raysgd.functions` in this process, in place of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import raysgd
+from raysgd.checkpoint.checkpoint import Checkpoint
+from raysgd.checkpoint.storage.storage import Storage
+from raysgd.checkpoint.store import CheckpointStore
+from raysgd.config import CheckpointConfig
+from raysgd.trainer.resume_from import FoundCheckpoint
+
+
+class LocalRuns:
+    """Runs the tasks of a `Deployer` in this process, each in a folder as a run of workers has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.trainer = self
+        self._folder = folder
+        self._number = len([*folder.glob("run_*")])
+
+    def run(
+        self,
+        task: Callable[[], Any],
+        config: Mapping[str, Any],
+        dataset: Mapping[str, Any],
+        *,
+        start: Any = None,
+        callbacks: Any = (),
+        checkpoint_config: CheckpointConfig | None = None,
+    ) -> Any:
+        self._number += 1
+        with raysgd.local(dataset=dataset or None, dir=self._store.storage.path_of("")):
+            if start is not None:
+                held = start.checkpoint if isinstance(start, FoundCheckpoint) else None
+                raysgd.save_checkpoint(start if held is None else held.load())
+            try:
+                return task()
+            finally:
+                if start is not None:  # a run of workers does not save what it begins with
+                    self._store.delete(1)
+
+    @property
+    def run_dir(self) -> str:
+        return str(self._folder / f"run_{self._number}")
+
+    @property
+    def _store(self) -> CheckpointStore:
+        return CheckpointStore(Storage.from_uri(self.run_dir).child("checkpoints"))
+
+    def list_checkpoints(self) -> list[Checkpoint]:
+        return [Checkpoint.from_path(self._store.path(each.number)) for each in self._store.list()]
+
+    def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self._store.delete(int(str(checkpoint.path)[-6:]))
