@@ -64,6 +64,12 @@ class TrainCommand(FieldsCommand):
     type=click.Choice(["val", "test"]),
     help="Compute the loss of this data with the weights of --checkpoint.resume_from, and do not train.",
 )
+@click.option(
+    "--export",
+    "folder",
+    metavar="FOLDER",
+    help="Write the model, with the weights of --checkpoint.resume_from or last, to FOLDER for transformers; do not train.",
+)
 @json_flag
 @click.pass_context
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--NAME VALUE ...]")
@@ -75,6 +81,7 @@ def command(
     print_config: bool,
     schema: bool,
     stage: Any,
+    folder: str | None,
     as_json: bool,
     words: Sequence[str],
 ) -> int:
@@ -101,17 +108,16 @@ def command(
     if print_config:
         _print_values(as_values(args), as_json)
         return SUCCEEDED
-    from raysgd.declarative.entry import evaluate, train  # they import Ray
+    from raysgd.declarative.entry import evaluate, export, train  # they import Ray
 
     found: dict[str, Any] = {}
 
     def run() -> None:
-        allow_import = list(allowed) or None
-        found.update(
-            train(args, allow_import=allow_import)
-            if stage is None
-            else evaluate(args, stage, allow_import=allow_import)
-        )
+        given: dict[str, Any] = {"allow_import": list(allowed) or None}
+        if folder is not None:
+            found["folder"] = export(args, folder, **given)
+        else:
+            found.update(train(args, **given) if stage is None else evaluate(args, stage, **given))
 
     status = run_to_end(ctx.find_root().obj, "training", run)
     if status != SUCCEEDED:

@@ -263,11 +263,7 @@ class CausalLM(nn.Module, TrainHook):
         """Write the model and its tokenizer to a folder, as transformers and PEFT load them. Adapters are merged in place."""
         from transformers import AutoTokenizer
 
-        model = self.model
-        if self._has_adapters and self._exports == "merged":
-            model = model.merge_and_unload()
-            inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-            if outputs is not None and not torch.equal(inputs.weight, outputs.weight):  # trained apart
-                model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+        is_merged = self._has_adapters and self._exports == "merged"
+        model = self.model.merge_and_unload() if is_merged else self.model
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(self._name).save_pretrained(folder)

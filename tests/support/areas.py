@@ -189,7 +189,10 @@ AREAS: dict[str, Area] = {
             "integration/test_viewer_page.py",
         ),
     ),
-    "declarative": Area(("raysgd/declarative", "raysgd/train"), ("integration/test_declarative_runs.py",)),
+    "declarative": Area(
+        ("raysgd/declarative", "raysgd/train"),
+        ("integration/test_declarative_runs.py", "integration/test_fine_tuning.py"),
+    ),
     "functions": Area(
         ("raysgd/functions",),
         ("docs/test_functions_examples.py", "integration/test_functions_runs.py"),
