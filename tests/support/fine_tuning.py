@@ -10,6 +10,9 @@ import torch
 from raysgd.declarative.args import as_values
 from raysgd.declarative.reading import args_of, merge
 from raysgd.declarative.sft import Conversations
+from raysgd.session.rank_state import seed_generators
+from support.declared_runs import loop_of
+from support.group_sessions import group_session
 from support.tiny_language_models import make_folder, write_lines
 
 LORA = {"r": 4, "lora_alpha": 8, "init_lora_weights": "gaussian"}
@@ -92,3 +95,10 @@ def losses_of_a_plain_loop(folder: Path) -> list[float]:
         optimizer.zero_grad()
         losses.append(total)
     return losses
+
+
+def train_on_ranks(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Train in a process of a `RankGroup`, with checkpoints in a folder; return the metrics."""
+    with group_session(folder):
+        seed_generators(0, 0)
+        return loop_of(values).train()

@@ -41,8 +41,11 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("lines") / "rows.jsonl"
 
 
-def rows_of(path: Path, folder: str, *lines: Any, max_length: int = 1000, **given: Any) -> Conversations:
-    return Conversations(write_lines(path, lines), folder, max_length=max_length, **given)
+def rows_of(
+    path: Path, folder: str, *lines: Any, max_length: int = 1000, packing: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    rows = Conversations(write_lines(path, lines), folder, max_length=max_length, packing=packing)
+    return [rows[place] for place in range(len(rows))]
 
 
 def answers_of(row: dict[str, torch.Tensor]) -> str:
@@ -183,7 +186,7 @@ def test_documents_of_a_row_have_the_losses_that_they_have_alone(
     alone, packed = (rows_of(lines, folder, *LINES, max_length=40, packing=packing) for packing in (False, True))
     assert len(packed) == 2 < len(alone) == len(LINES)
     singly = [model(collate([row])) for row in alone]
-    of_batch, of_packs = model(collate(list(alone))), model(collate(list(packed)))
+    of_batch, of_packs = model(collate(alone)), model(collate(packed))
     for name in ("loss", "num_tokens"):
         expected = sum(float(each[name].detach()) for each in singly)
         assert float(of_batch[name].detach()) == pytest.approx(expected, rel=1e-5)
