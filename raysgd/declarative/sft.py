@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from raysgd._util.logs import get_logger
+from raysgd.config.checks import check_choice
 from raysgd.declarative.hooks import TrainHook
 from raysgd.errors import ConfigError
 
@@ -50,7 +51,7 @@ class Conversations(Dataset[dict[str, torch.Tensor]]):
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         counts: Counter[str] = Counter()
         documents = []
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
             if not line.strip():
                 continue
             try:
@@ -100,7 +101,8 @@ class Conversations(Dataset[dict[str, torch.Tensor]]):
     def _write(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation, and where the answers in it begin and end."""
         write = self._tokenizer.apply_chat_template
-        text, spans = str(write(messages, tokenize=False)), []
+        text = str(write(messages, tokenize=False))
+        spans: list[tuple[int, int]] = []
         ends = tuple(self._tokenizer.all_special_tokens)
         for place, message in enumerate(messages):
             if not {"role", "content"} <= set(message):
@@ -124,7 +126,8 @@ class Conversations(Dataset[dict[str, torch.Tensor]]):
         A prompt has the tokens of the text until there. Where the whole text would have a token across the place, the text after
         it is encoded by itself.
         """
-        start, at, ids = 0, 0, []
+        start, at = 0, 0
+        ids: list[int] = []
         for place, is_answer in [each for span in spans for each in ((span[0], False), (span[1], True))] + [
             (len(text), False)
         ]:
@@ -216,7 +219,8 @@ class CausalLM(nn.Module, TrainHook):
         from transformers import AutoModelForCausalLM
 
         super().__init__()
-        self.model = AutoModelForCausalLM.from_pretrained(name, **{"dtype": torch.float32, **given})
+        check_choice("exports", exports, ("merged", "adapter"))
+        self.model: Any = AutoModelForCausalLM.from_pretrained(name, **{"dtype": torch.float32, **given})
         self._name, self._exports, self._has_adapters = name, exports, lora is not None
         if lora is not None:
             try:
@@ -253,7 +257,7 @@ class CausalLM(nn.Module, TrainHook):
             labels[:, -1], positions[:, 1::2] = 2, 1
             with torch.no_grad():
                 losses.append(trainer.model({"input_ids": ids, "labels": labels, "position_ids": positions})["loss"])
-        if not torch.allclose(*losses, rtol=1e-4):
+        if not torch.allclose(losses[0], losses[1], rtol=1e-4):
             raise ConfigError(
                 f"packing: {self._name} lets a document of a row see the one before it: give another attn_implementation of the "
                 "model, or packing: false of the dataset."

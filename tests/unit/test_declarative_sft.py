@@ -19,7 +19,7 @@ from support.declared_runs import assert_equal, run, run_without_seed
 from support.fine_tuning import LORA, STEPS, losses_of_a_plain_loop, make_files, values_of
 from support.tiny_language_models import CHAT, make_folder, make_tokenizer, write_lines
 
-TEXTS = st.text(alphabet="abc \n>é", max_size=6)
+TEXTS = st.text(alphabet="abc \n>é\u2028", max_size=6)
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "hidden_size": 16}
 LINES: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "abc"}]},
@@ -67,9 +67,9 @@ def test_answers_and_their_ends_alone_are_trained_on(folder: str, lines: Path, t
     assert answers_of(row) == "".join(f"{answer}</s>" for _, answer in turns)
     tokenizer = make_tokenizer()
     assert tokenizer.decode(row["input_ids"]) == tokenizer.apply_chat_template(messages, tokenize=False)
-    for place, (_, answer) in enumerate(turns):  # a prompt is encoded as when the model answers it
-        prompt = tokenizer.apply_chat_template(messages[: 2 * place + 1], tokenize=False, add_generation_prompt=True)
-        assert tokenizer.decode(row["input_ids"][: len(tokenizer(prompt).input_ids)]) == prompt, answer
+    prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt).input_ids  # as when the model answers it
+    assert row["input_ids"][: len(ids)].tolist() == ids
 
 
 @given(TEXTS, TEXTS)
