@@ -19,6 +19,8 @@ from raysgd.config.checks import check_choice
 from raysgd.declarative.hooks import TrainHook
 from raysgd.errors import ConfigError
 
+__all__ = ["CausalLM", "Conversations", "collate"]
+
 #: The label of tokens that no loss is computed of, as in transformers.
 IGNORED = -100
 _KINDS = "messages, prompt and completion, or text"
@@ -185,7 +187,7 @@ def collate(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tenso
     batch: dict[str, list[torch.Tensor]] = {name: [] for name in rows[0]}
     for row in rows:
         num = length - len(row["input_ids"])
-        following = row["position_ids"][-1] + 1 + torch.arange(num)  # padding is no document of its own
+        following = row["position_ids"][-1] + 1 + torch.arange(num)  # not the start of a document
         padding = {"input_ids": torch.zeros(num), "labels": torch.full((num,), IGNORED), "position_ids": following}
         for name, values in batch.items():
             values.append(torch.cat([row[name], padding[name].long()]))
