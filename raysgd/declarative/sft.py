@@ -37,18 +37,23 @@ class Conversations(Dataset[dict[str, torch.Tensor]]):
     than ``max_length`` is cut at its end; one without a token of an answer is left out. A warning has both numbers.
 
     Args:
-        path: The file.
+        path: The file, as an absolute path; workers do not run in the folder of the command.
         tokenizer: Folder or name of the tokenizer.
         max_length: Tokens of a row.
         packing: Whether a row has as many documents as fit, each with positions from 0 on.
 
     Raises:
-        ConfigError: A line is none of these kinds, the chat template changes earlier messages, or there is no row.
+        ConfigError: There is no such file, a line is none of these kinds, the chat template changes earlier messages, or no row
+            is left.
     """
 
     def __init__(self, path: str, tokenizer: str, *, max_length: int, packing: bool = False) -> None:
         from transformers import AutoTokenizer
 
+        if not Path(path).is_file():
+            raise ConfigError(
+                f"there is no file {path} on this machine; a path is absolute, as in path: ${{PWD}}/rows.jsonl."
+            )
         self.packing = packing
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         counts: Counter[str] = Counter()

@@ -92,13 +92,14 @@ def test_the_example_by_a_file_fine_tunes_a_language_model(ray_cluster: Any, tmp
 
     words = ["train", "-f", "sft.yaml", "--model.args.name", make_folder(tmp_path / "model")]
     words += ["--checkpoint.save_dir", str(tmp_path / "runs"), "--json"]
-    more = {"PYTHONPATH": f"{ROOT}:{Path(peft.__file__).parents[1]}"}
+    folder = ROOT / "examples" / "declarative"
+    more = {"PYTHONPATH": f"{ROOT}:{Path(peft.__file__).parents[1]}", "PWD": str(folder)}
     for changes in (
         ["--optimizer.args.lr", "0.05"],
         ["--export", str(tmp_path / "tuned")],
         ["--export", str(tmp_path / "adapter"), "--model.args.exports", "adapter"],
     ):
-        done = command.run(ray_cluster, ROOT / "examples" / "declarative", *words, *changes, **more)
+        done = command.run(ray_cluster, folder, *words, *changes, **more)
         assert done.returncode == 0, done.stderr
         if changes[0] != "--export":
             found = json.loads(done.stdout[done.stdout.index("{\n") :])
