@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,12 @@ def test_a_batch_of_padding_has_no_loss_and_no_nan(folder: str) -> None:
     found = CausalLM(folder)({"input_ids": labels.abs(), "labels": labels, "position_ids": torch.arange(3)[None]})
     found["loss"].backward()
     assert float(found["loss"].detach()) == float(found["num_tokens"]) == 0
+
+
+def test_adapters_without_peft_say_what_to_install(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match="pip install peft"):
+        CausalLM(folder, lora={})
 
 
 # -- training and export ---------------------------------------------------------------------------------------------------
