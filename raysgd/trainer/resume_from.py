@@ -117,9 +117,7 @@ def find_checkpoint(
         )
     found = find_newest(runs) if resume_from == LAST or best_by is None else _find_best(runs, best_by)
     if found.checkpoint is None and found.skipped:  # it would begin again, and write beside what it lost
-        raise CheckpointCorruptError(
-            f"resume_from={resume_from!r}: {folder} has no whole checkpoint; {found.skipped[0]}"
-        )
+        raise CheckpointCorruptError(f"resume_from={resume_from!r}: {folder} has no whole checkpoint; {found.skipped[0]}")
     if found.checkpoint is None:
         get_logger().warning(
             "resume_from=%s: %s has no checkpoint; training starts from the beginning.", resume_from, folder
