@@ -95,6 +95,12 @@ class TrainCommand(FieldsCommand):
     metavar="SECONDS",
     help="Time to save and end after Ctrl-C or SIGTERM, as trainer.failure_config.stop_grace_s (default: 30).",
 )
+@click.option(
+    "--export",
+    "folder",
+    metavar="FOLDER",
+    help="Write the model, with the weights of --checkpoint.resume_from or last, to FOLDER for transformers; do not train.",
+)
 @json_flag
 @click.pass_context
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--NAME VALUE ...]")
@@ -107,6 +113,7 @@ def command(
     schema: bool,
     stage: Any,
     grace: float | None,
+    folder: str | None,
     as_json: bool,
     words: Sequence[str],
 ) -> int:
@@ -136,18 +143,17 @@ def command(
             get_logger().warning(text)
         _print_values(as_values(args), as_json)
         return SUCCEEDED
-    from raysgd.declarative.entry import evaluate, train  # they import Ray
+    from raysgd.declarative.entry import evaluate, export, train  # they import Ray
 
     found: dict[str, Any] = {}
 
     def run() -> None:
-        allow_import = list(allowed) or None
+        given: dict[str, Any] = {"allow_import": list(allowed) or None}
         with tree.naming_places():
-            found.update(
-                train(args, allow_import=allow_import)
-                if stage is None
-                else evaluate(args, stage, allow_import=allow_import)
-            )
+            if folder is not None:
+                found["folder"] = export(args, folder, **given)
+            else:
+                found.update(train(args, **given) if stage is None else evaluate(args, stage, **given))
 
     status = run_to_end(ctx.find_root().obj, "training", run)
     if status != SUCCEEDED:

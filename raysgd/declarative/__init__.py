@@ -21,7 +21,7 @@ if _typing.TYPE_CHECKING:
         TrainerArgs,
     )
     from raysgd.declarative.checking import load_args
-    from raysgd.declarative.entry import evaluate, merge_checkpoint, train
+    from raysgd.declarative.entry import evaluate, export, merge_checkpoint, train
     from raysgd.declarative.hooks import AggregatedOutputs, TrainHook
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "TrainHook",
     "TrainerArgs",
     "evaluate",
+    "export",
     "load_args",
     "merge_checkpoint",
     "train",
@@ -47,7 +48,7 @@ __all__ = [
 _MODULE_OF = {
     **dict.fromkeys(__all__, "args"),
     **dict.fromkeys(("AggregatedOutputs", "TrainHook"), "hooks"),
-    **dict.fromkeys(("evaluate", "merge_checkpoint", "train"), "entry"),
+    **dict.fromkeys(("evaluate", "export", "merge_checkpoint", "train"), "entry"),
     "load_args": "checking",
 }
 

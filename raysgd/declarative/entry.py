@@ -163,6 +163,38 @@ def evaluate(
     return found
 
 
+def export(
+    args: TrainerArgs | Mapping[str, Any],
+    output: str | os.PathLike[str],
+    *,
+    allow_import: Sequence[str] | None = None,
+) -> str:
+    """Write the model with the weights of ``checkpoint.resume_from`` to a new folder, by its ``save_pretrained``.
+
+    The model is made as for the training, in this process. Without ``resume_from`` the weights are those of the last checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        ConfigError: A value cannot work, the folder is not empty, or the model has no ``save_pretrained``.
+    """
+    args = args_of(as_values(args) if isinstance(args, TrainerArgs) else args)
+    saved = replace(args.checkpoint, resume_from=args.checkpoint.resume_from or "last")
+    start = find_start(replace(args, checkpoint=saved)).checkpoint
+    if start is None:
+        raise CheckpointNotFoundError(f"there is no checkpoint to export in {saved.save_dir}.")
+    with importing_from(os.getcwd()):
+        from raysgd.declarative.components import make_model
+        from raysgd.torch.exporting import load_model, new_folder
+
+        model: Any = make_model(args, Importer(allow_import))
+        if not callable(getattr(model, "save_pretrained", None)):
+            raise ConfigError(f"{args.model.type} has no save_pretrained: write its weights by `raysgd ckpt export`.")
+        with new_folder(output) as folder:
+            load_model(model, start)
+            model.save_pretrained(str(folder))
+    return str(Path(output).absolute())
+
+
 def merge_checkpoint(checkpoint: str | os.PathLike[str], output: str | os.PathLike[str]) -> str:
     """Write a checkpoint that ranks saved in shards as one with whole tensors, to a folder in ``output``; return its path.
 

@@ -15,8 +15,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from raysgd._util.logs import get_logger
+from raysgd.config.checks import check_choice
 from raysgd.declarative.hooks import TrainHook
 from raysgd.errors import ConfigError
+
+__all__ = ["CausalLM", "Conversations", "collate"]
 
 #: The label of tokens that no loss is computed of, as in transformers.
 IGNORED = -100
@@ -34,23 +37,28 @@ class Conversations(Dataset[dict[str, torch.Tensor]]):
     than ``max_length`` is cut at its end; one without a token of an answer is left out. A warning has both numbers.
 
     Args:
-        path: The file.
+        path: The file, as an absolute path; workers do not run in the folder of the command.
         tokenizer: Folder or name of the tokenizer.
         max_length: Tokens of a row.
         packing: Whether a row has as many documents as fit, each with positions from 0 on.
 
     Raises:
-        ConfigError: A line is none of these kinds, the chat template changes earlier messages, or there is no row.
+        ConfigError: There is no such file, a line is none of these kinds, the chat template changes earlier messages, or no row
+            is left.
     """
 
     def __init__(self, path: str, tokenizer: str, *, max_length: int, packing: bool = False) -> None:
         from transformers import AutoTokenizer
 
+        if not Path(path).is_file():
+            raise ConfigError(
+                f"there is no file {path} on this machine; a path is absolute, as in path: ${{PWD}}/rows.jsonl."
+            )
         self.packing = packing
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         counts: Counter[str] = Counter()
         documents = []
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
             if not line.strip():
                 continue
             try:
@@ -100,7 +108,8 @@ class Conversations(Dataset[dict[str, torch.Tensor]]):
     def _write(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation, and where the answers in it begin and end."""
         write = self._tokenizer.apply_chat_template
-        text, spans = str(write(messages, tokenize=False)), []
+        text = str(write(messages, tokenize=False))
+        spans: list[tuple[int, int]] = []
         ends = tuple(self._tokenizer.all_special_tokens)
         for place, message in enumerate(messages):
             if not {"role", "content"} <= set(message):
@@ -124,7 +133,8 @@ class Conversations(Dataset[dict[str, torch.Tensor]]):
         A prompt has the tokens of the text until there. Where the whole text would have a token across the place, the text after
         it is encoded by itself.
         """
-        start, at, ids = 0, 0, []
+        start, at = 0, 0
+        ids: list[int] = []
         for place, is_answer in [each for span in spans for each in ((span[0], False), (span[1], True))] + [
             (len(text), False)
         ]:
@@ -182,7 +192,7 @@ def collate(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tenso
     batch: dict[str, list[torch.Tensor]] = {name: [] for name in rows[0]}
     for row in rows:
         num = length - len(row["input_ids"])
-        following = row["position_ids"][-1] + 1 + torch.arange(num)  # padding is no document of its own
+        following = row["position_ids"][-1] + 1 + torch.arange(num)  # not the start of a document
         padding = {"input_ids": torch.zeros(num), "labels": torch.full((num,), IGNORED), "position_ids": following}
         for name, values in batch.items():
             values.append(torch.cat([row[name], padding[name].long()]))
@@ -216,7 +226,8 @@ class CausalLM(nn.Module, TrainHook):
         from transformers import AutoModelForCausalLM
 
         super().__init__()
-        self.model = AutoModelForCausalLM.from_pretrained(name, **{"dtype": torch.float32, **given})
+        check_choice("exports", exports, ("merged", "adapter"))
+        self.model: Any = AutoModelForCausalLM.from_pretrained(name, **{"dtype": torch.float32, **given})
         self._name, self._exports, self._has_adapters = name, exports, lora is not None
         if lora is not None:
             try:
@@ -253,7 +264,7 @@ class CausalLM(nn.Module, TrainHook):
             labels[:, -1], positions[:, 1::2] = 2, 1
             with torch.no_grad():
                 losses.append(trainer.model({"input_ids": ids, "labels": labels, "position_ids": positions})["loss"])
-        if not torch.allclose(*losses, rtol=1e-4):
+        if not torch.allclose(losses[0], losses[1], rtol=1e-4):
             raise ConfigError(
                 f"packing: {self._name} lets a document of a row see the one before it: give another attn_implementation of the "
                 "model, or packing: false of the dataset."
@@ -263,11 +274,7 @@ class CausalLM(nn.Module, TrainHook):
         """Write the model and its tokenizer to a folder, as transformers and PEFT load them. Adapters are merged in place."""
         from transformers import AutoTokenizer
 
-        model = self.model
-        if self._has_adapters and self._exports == "merged":
-            model = model.merge_and_unload()
-            inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-            if outputs is not None and not torch.equal(inputs.weight, outputs.weight):  # trained apart
-                model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+        is_merged = self._has_adapters and self._exports == "merged"
+        model = self.model.merge_and_unload() if is_merged else self.model
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(self._name).save_pretrained(folder)

@@ -5,6 +5,7 @@ The files are written by raysgd's own writer: the safetensors library would need
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -69,9 +70,6 @@ def export(
         CheckpointCorruptError: A file of the checkpoint is missing, or does not match its checksum.
         ConfigError: The folder is not empty, or ``config`` or ``dtype`` cannot be used.
     """
-    target = Path(folder)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"export to {target}: it exists and is not an empty folder; give another one.")
     check_count("max_shard_bytes", max_shard_bytes, minimum=1)
     written_dtype = _check_dtype(dtype)
     _check_config(config)
@@ -79,17 +77,49 @@ def export(
     state = _load(given, allow_pickle=allow_pickle)
     tensors = _without_tied(_find_tensors(state, key, given), state)
     types = {name: _written_dtype(name, tensor, written_dtype) for name, tensor in tensors.items()}
-    target.absolute().parent.mkdir(parents=True, exist_ok=True)
-    partial = target.absolute().with_name(f".{target.absolute().name}.{os.getpid()}.partial")
-    partial.mkdir()
-    try:
+    with new_folder(folder) as partial:
         _write_files(partial, tensors, types, max_shard_bytes)
         if config is not None:
             _write_config(partial, config, {each for each in types.values() if each.is_floating_point})
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a folder to write to, which becomes this one once the block has ended without an error.
+
+    Raises:
+        ConfigError: The folder exists, and is not empty.
+    """
+    target = Path(folder).absolute()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"export to {target}: it exists and is not an empty folder; give another one.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial.mkdir()
+    try:
+        yield partial
         partial.replace(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def load_model(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Load the model of a checkpoint into a whole model. One tensor at a time is in memory, if ranks saved it in shards.
+
+    Raises:
+        CheckpointError: It is that of another model.
+    """
+    tensors = _find_tensors(_load(checkpoint, allow_pickle=False), "model", checkpoint)
+    own = model.state_dict()
+    for name in sorted({*own, *tensors}):
+        if name not in own or name not in tensors or tuple(own[name].shape) != tuple(tensors[name].shape):
+            what = [f"{tuple(each[name].shape)}" if name in each else "no such tensor" for each in (tensors, own)]
+            raise CheckpointError(
+                f"{checkpoint.path} is of another model: {name} is {what[0]} there, and {what[1]} here."
+            )
+        tensor = tensors[name]
+        own[name].copy_(tensor.read() if isinstance(tensor, SavedArray) else tensor)
 
 
 # -- what is exported ------------------------------------------------------------------------------

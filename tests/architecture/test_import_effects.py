@@ -16,7 +16,8 @@ OF_A_FRAMEWORK = (
     "raysgd.torch.", "raysgd.tensorflow.", "raysgd.jax.", "raysgd.engine.",
     "raysgd.functions.worker.", "raysgd.functions.checkpoints.", "raysgd.functions.schedules.", "raysgd.functions.trees.",
     "raysgd.functions.sharding.",
-    "raysgd.declarative.components.", "raysgd.declarative.loop.", "raysgd.declarative.reductions.", "raysgd.train.templates.",
+    "raysgd.declarative.components.", "raysgd.declarative.loop.", "raysgd.declarative.reductions.", "raysgd.declarative.sft.",
+    "raysgd.train.templates.",
 )  # fmt: skip
 
 PROBE = """

@@ -39,8 +39,11 @@ PUBLIC = {
     """.split(),
     "raysgd.declarative": """
         AggregatedOutputs CheckpointConfig ComputeConfig DataloaderConfig DatasetConfig DatasetSamplerConfig HookConfig
-        LRSchedulerConfig LogConfig ModelConfig OptimizerConfig TrainHook TrainerArgs evaluate load_args
-        merge_checkpoint train
+        LRSchedulerConfig LogConfig ModelConfig OptimizerConfig TrainHook TrainerArgs evaluate export
+        load_args merge_checkpoint train
+    """.split(),
+    "raysgd.declarative.sft": """
+        CausalLM Conversations collate
     """.split(),
     "raysgd.functions": """
         Deployer FitResult Predictor Trainer
@@ -74,7 +77,13 @@ PACKAGES = [
     "backends", "callbacks", "data", "declarative", "engine", "errors", "jax", "functions", "tensorflow", "torch",
     "tune_integration",
 ]  # fmt: skip
-FRAMEWORKS = {"raysgd.torch": "torch", "raysgd.engine": "torch", "raysgd.jax": "jax", "raysgd.tensorflow": "tensorflow"}
+FRAMEWORKS = {
+    "raysgd.torch": "torch",
+    "raysgd.engine": "torch",
+    "raysgd.declarative.sft": "torch",
+    "raysgd.jax": "jax",
+    "raysgd.tensorflow": "tensorflow",
+}
 
 
 @pytest.mark.parametrize("package", PUBLIC)

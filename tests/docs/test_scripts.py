@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support import command
 from support.project import ROOT
@@ -80,6 +81,34 @@ def test_the_example_by_a_file_learns_digits(ray_cluster: Any, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert "digits of rank 0 are right" in done.stdout
     assert json.loads(done.stdout[done.stdout.index("{\n") :])["val_loss"] < 1.0
+
+
+@pytest.mark.timeout(300)
+def test_the_example_by_a_file_fine_tunes_a_language_model(ray_cluster: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    from transformers import AutoModelForCausalLM
+
+    from support.tiny_language_models import make_folder
+
+    words = ["train", "-f", "sft.yaml", "--model.args.name", make_folder(tmp_path / "model")]
+    words += ["--checkpoint.save_dir", str(tmp_path / "runs"), "--json"]
+    folder = ROOT / "examples" / "declarative"
+    more = {"PYTHONPATH": f"{ROOT}:{Path(peft.__file__).parents[1]}", "PWD": str(folder)}
+    for changes in (
+        ["--optimizer.args.lr", "0.05"],
+        ["--export", str(tmp_path / "tuned")],
+        ["--export", str(tmp_path / "adapter"), "--model.args.exports", "adapter"],
+    ):
+        done = command.run(ray_cluster, folder, *words, *changes, **more)
+        assert done.returncode == 0, done.stderr
+        if changes[0] != "--export":
+            found = json.loads(done.stdout[done.stdout.index("{\n") :])
+            assert found["val_loss"] < 4.0, "the loss of random answers is 5"
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    for name, value in tuned.state_dict().items():
+        torch.testing.assert_close(value, adapted.state_dict()[name])
 
 
 def test_file_of_the_page_is_a_config_of_the_engine(tmp_path: Path) -> None:

@@ -191,7 +191,11 @@ AREAS: dict[str, Area] = {
     ),
     "declarative": Area(
         ("raysgd/declarative", "raysgd/train"),
-        ("integration/test_declarative_runs.py", "integration/test_imported_trainings.py"),
+        (
+            "integration/test_declarative_runs.py",
+            "integration/test_fine_tuning.py",
+            "integration/test_imported_trainings.py",
+        ),
     ),
     "functions": Area(
         ("raysgd/functions",),

@@ -15,7 +15,7 @@ CHAT = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 #: Tokens of several characters, also across the place where an answer may begin.
-MERGES = [("a", "b"), ("ab", "c"), ("Ġ", "a"), (">", "a"), ("Ċ", "Ċ")]
+MERGES = [("a", "b"), ("ab", "c"), ("Ġ", "a"), (">", ">"), ("Ċ", "Ċ")]
 SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.3}
 
 
@@ -49,5 +49,5 @@ def make_folder(folder: Path, kind: str = "llama", **given: Any) -> str:
 
 
 def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     return str(path)

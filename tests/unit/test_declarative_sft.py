@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from raysgd.declarative.entry import export
 from raysgd.declarative.sft import IGNORED, CausalLM, Conversations, collate, make_document, pack
 from raysgd.errors import ConfigError
+from support.declared_runs import assert_equal, run, run_without_seed
+from support.fine_tuning import LORA, STEPS, losses_of_a_plain_loop, make_files, values_of
 from support.tiny_language_models import CHAT, make_folder, make_tokenizer, write_lines
 
-TEXTS = st.text(alphabet="abc \n>é", max_size=6)
+TEXTS = st.text(alphabet="abc \n>é\u2028", max_size=6)
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "hidden_size": 16}
 LINES: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "abc"}]},
@@ -37,8 +42,11 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("lines") / "rows.jsonl"
 
 
-def rows_of(path: Path, folder: str, *lines: Any, max_length: int = 1000, **given: Any) -> Conversations:
-    return Conversations(write_lines(path, lines), folder, max_length=max_length, **given)
+def rows_of(
+    path: Path, folder: str, *lines: Any, max_length: int = 1000, packing: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    rows = Conversations(write_lines(path, lines), folder, max_length=max_length, packing=packing)
+    return [rows[place] for place in range(len(rows))]
 
 
 def answers_of(row: dict[str, torch.Tensor]) -> str:
@@ -60,9 +68,9 @@ def test_answers_and_their_ends_alone_are_trained_on(folder: str, lines: Path, t
     assert answers_of(row) == "".join(f"{answer}</s>" for _, answer in turns)
     tokenizer = make_tokenizer()
     assert tokenizer.decode(row["input_ids"]) == tokenizer.apply_chat_template(messages, tokenize=False)
-    for place, (_, answer) in enumerate(turns):  # a prompt is encoded as when the model answers it
-        prompt = tokenizer.apply_chat_template(messages[: 2 * place + 1], tokenize=False, add_generation_prompt=True)
-        assert tokenizer.decode(row["input_ids"][: len(tokenizer(prompt).input_ids)]) == prompt, answer
+    prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt).input_ids  # as when the model answers it
+    assert row["input_ids"][: len(ids)].tolist() == ids
 
 
 @given(TEXTS, TEXTS)
@@ -140,6 +148,8 @@ def test_special_tokens_begin_and_end_a_document_once(folder: str, lines: Path, 
 def test_a_line_of_another_kind_is_refused_by_its_number(folder: str, lines: Path, line: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         rows_of(lines, folder, LINES[1], line)
+    with pytest.raises(ConfigError, match=r"there is no file rows\.jsonl on this machine; a path is absolute"):
+        Conversations("rows.jsonl", folder, max_length=9)
     lines.write_text(json.dumps(LINES[1]) + "\n{")
     with pytest.raises(ConfigError, match="line 2: Expecting"):
         Conversations(str(lines), folder, max_length=9)
@@ -179,7 +189,7 @@ def test_documents_of_a_row_have_the_losses_that_they_have_alone(
     alone, packed = (rows_of(lines, folder, *LINES, max_length=40, packing=packing) for packing in (False, True))
     assert len(packed) == 2 < len(alone) == len(LINES)
     singly = [model(collate([row])) for row in alone]
-    of_batch, of_packs = model(collate(list(alone))), model(collate(list(packed)))
+    of_batch, of_packs = model(collate(alone)), model(collate(packed))
     for name in ("loss", "num_tokens"):
         expected = sum(float(each[name].detach()) for each in singly)
         assert float(of_batch[name].detach()) == pytest.approx(expected, rel=1e-5)
@@ -191,3 +201,87 @@ def test_a_batch_of_padding_has_no_loss_and_no_nan(folder: str) -> None:
     found = CausalLM(folder)({"input_ids": labels.abs(), "labels": labels, "position_ids": torch.arange(3)[None]})
     found["loss"].backward()
     assert float(found["loss"].detach()) == float(found["num_tokens"]) == 0
+
+
+def test_adapters_without_peft_say_what_to_install(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match="pip install peft"):
+        CausalLM(folder, lora={})
+
+
+# -- training and export ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    return make_files(tmp_path_factory.mktemp("files"))
+
+
+def logits_of(model: nn.Module) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=torch.arange(3, 12)[None]).logits
+    return found
+
+
+@pytest.mark.usefixtures("group")
+def test_losses_are_those_of_a_plain_loop(files: Path) -> None:
+    expected = losses_of_a_plain_loop(files)
+    for steps in (1, 2, STEPS):
+        metrics, _ = run(values_of(files, max_train_steps=steps, checkpoint__no_save=True))
+        assert metrics["train_loss"] == pytest.approx(expected[steps - 1], rel=1e-5)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"engine": {"activation_checkpointing": "full"}}])
+def test_a_training_is_resumed_within_an_epoch_to_the_bit(files: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    values = values_of(files, **{**changes, "model__args__lora": {**LORA, "lora_dropout": 0.1}})
+    whole, weights = run(values)
+    run({**values, "max_train_steps": 1}, tmp_path)
+    resumed, resumed_weights = run_without_seed(values, tmp_path)
+    assert resumed["finished_train_steps"] == STEPS
+    assert resumed["train_loss"] == whole["train_loss"]
+    assert_equal(weights, resumed_weights)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    "lora", [LORA, {**LORA, "modules_to_save": ["lm_head"]}, None], ids=["lora", "and head", "all"]
+)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_model_is_exported_for_transformers(tmp_path: Path, lora: Any, is_tied: bool) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    files = make_files(tmp_path, tie_word_embeddings=is_tied)
+    values = values_of(files, model__args__lora=lora, checkpoint__save_dir=str(tmp_path / "runs"))
+    _, weights = run(values, tmp_path / "runs" / "run_001" / "checkpoints")
+    given = {"name": str(files / "model"), "lora": lora}
+    trained = CausalLM(**given)
+    trained.load_state_dict(weights)
+    expected = logits_of(trained.model)
+    path = export(values, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(path)
+    assert type(merged).__name__ == "LlamaForCausalLM"
+    torch.testing.assert_close(logits_of(merged), expected, rtol=1e-4, atol=1e-4)
+    assert (logits_of(AutoModelForCausalLM.from_pretrained(files / "model")) - expected).abs().max() > 0.1
+    assert AutoTokenizer.from_pretrained(path).chat_template == CHAT
+    with pytest.raises(ConfigError, match="exists and is not an empty folder"):
+        export(values, path)
+    if lora is not None:
+        values["model"]["args"]["exports"] = "adapter"
+        adapter = Path(export(values, tmp_path / "adapter"))
+        base = AutoModelForCausalLM.from_pretrained(files / "model")
+        torch.testing.assert_close(logits_of(peft.PeftModel.from_pretrained(base, adapter)), expected)
+        assert not (adapter / "model.safetensors").exists()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_model_that_mixes_documents_is_not_trained_on_packed_rows(tmp_path: Path) -> None:
+    files = make_files(tmp_path, kind="mamba")
+    values = values_of(files, model__args__lora=None, checkpoint__no_save=True, max_train_steps=1)
+    with pytest.raises(ConfigError, match="lets a document of a row see the one before it"):
+        run(values)
+    values["dataset"]["train_args"]["packing"] = False
+    assert run(values)[0]["finished_train_steps"] == 1
