@@ -119,18 +119,7 @@ def command(
 ) -> int:
     """Train; return the exit status: 1 if the training failed, 2 if a value cannot work."""
     if path is None:
-        if print_config and not words:
-            from raysgd.declarative.schema import list_defaults
-
-            _print_values(list_defaults(), as_json)
-            return SUCCEEDED
-        if schema:
-            from raysgd.declarative.schema import make_schema
-
-            print_json(make_schema())
-            return SUCCEEDED
-        file = next((word for word in words if word.endswith((".yaml", ".yml"))), "FILE")
-        raise ConfigError(f"no file is given; give one with -f: raysgd train -f {file}.")
+        return _describe_fields(words, print_config=print_config, schema=schema, as_json=as_json)
     show_all_output()  # before the import of Ray
     from raysgd.declarative.args import as_values
     from raysgd.declarative.checking import check_names, load_tree
@@ -164,6 +153,24 @@ def command(
         for name, value in found.items():
             print(f"{name}: {value}")
     return status
+
+
+def _describe_fields(words: Sequence[str], *, print_config: bool, schema: bool, as_json: bool) -> int:
+    """Print what is known without a file.
+
+    Raises:
+        ConfigError: Nothing of that is asked for.
+    """
+    from raysgd.declarative.schema import list_defaults, make_schema
+
+    if print_config and not words:
+        _print_values(list_defaults(), as_json)
+    elif schema:
+        print_json(make_schema())
+    else:
+        file = next((word for word in words if word.endswith((".yaml", ".yml"))), "FILE")
+        raise ConfigError(f"no file is given; give one with -f: raysgd train -f {file}.")
+    return SUCCEEDED
 
 
 def restart(words: Sequence[str], run_dir: str, changes: Sequence[str]) -> int:

@@ -556,7 +556,7 @@ class TrainingLoop(Stepper):
     def _load(self, *, continues: bool = True) -> None:
         loaded: dict[str, Any] = {}
 
-        def before_restore(saved: dict[str, Any]) -> None:
+        def before_restore(saved: Any) -> None:
             if not isinstance(saved, dict) or "train_status" not in saved:
                 raise CheckpointError("the checkpoint was not saved by a declarative training: it has no train_status.")
             of_ranks = saved["of_ranks"]
