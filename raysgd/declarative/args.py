@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic.dataclasses import dataclass
 
 from raysgd import config
@@ -262,6 +262,9 @@ class LRSchedulerConfig(ComponentConfig):
     interval: Interval = "epoch"
 
 
+_RESUME_FROM = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
+
+
 def _read_resume_from(value: Any) -> Any:
     """Return which checkpoint is meant, which may be written with options of how nnScaler loads it."""
     if not isinstance(value, Mapping):
@@ -311,7 +314,7 @@ class CheckpointConfig(Section):
     every_n_train_steps: Maybe[Count] = None
     every_n_epochs: Maybe[Count] = None
     keep_last_n_checkpoints: Maybe[Count] = None
-    resume_from: Annotated[Maybe[Path], BeforeValidator(_read_resume_from)] = None
+    resume_from: Annotated[Maybe[Path], BeforeValidator(_read_resume_from), WithJsonSchema(_RESUME_FROM)] = None
 
     def __post_init__(self) -> None:
         if self.every_n_train_steps is not None and self.every_n_epochs is not None:
