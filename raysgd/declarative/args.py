@@ -224,10 +224,8 @@ class DataloaderConfig(_OfStages):
                 raise FieldError(
                     (name, "batch_size"), f"{name}.batch_size cannot be set: give micro_batch_size, which it always is."
                 )
-            of_torch = (
-                ("shuffle", "batch_sampler") if self.type == type(self).type else ()
-            )  # a loader of yours may take them
-            for key in (key for key in of_torch if given.get(key)):
+            is_default = self.type == type(self).type  # another loader may take them
+            for key in (key for key in ("shuffle", "batch_sampler") if is_default and given.get(key)):
                 raise FieldError(
                     (name, key),
                     f"{name}.{key} cannot be set: dataset_sampler decides on the order and micro_batch_size on the batches; give "
@@ -345,10 +343,9 @@ class LogConfig(ComponentConfig):
         if (name := self.known_logger) is not None:
             with of_field("args", names=self.args):
                 check_known(name, self.args, LOGGERS[name], {})
-                for part in (
-                    str(read_none(self.args.get("name")) or name).split("/") if name == "TensorBoardLogger" else ()
-                ):
-                    check_component("name", part)
+                if name == "TensorBoardLogger" and (folder := read_none(self.args.get("name"))) is not None:
+                    for part in str(folder).split("/"):
+                        check_component("name", part)
 
     @property
     def known_logger(self) -> str | None:
