@@ -553,7 +553,7 @@ class TrainingLoop(Stepper):
         loaded: dict[str, Any] = {}
 
         def before_restore(saved: dict[str, Any]) -> None:
-            if not isinstance(saved, dict) or "train_status" not in saved:
+            if "train_status" not in saved:
                 raise CheckpointError("the checkpoint was not saved by a declarative training: it has no train_status.")
             of_ranks = saved["of_ranks"]
             own = dict(of_ranks[self.rank] if len(of_ranks) == self.world_size else of_ranks[0])
