@@ -49,8 +49,9 @@ class Accuracy(TrainHook):
         self.right = self.seen = 0
 
     def on_val_step_end(self, trainer, outputs, batches, idx) -> None:
-        self.right += int(outputs[0][1].sum())
-        self.seen += len(outputs[0][1])
+        for _, is_right in outputs:  # one for each micro-batch of the step
+            self.right += int(is_right.sum())
+            self.seen += len(is_right)
 
     def on_val_end(self, trainer, val_loss) -> None:
         if trainer.rank == 0:

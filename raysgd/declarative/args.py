@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic.dataclasses import dataclass
 
 from raysgd import config
@@ -226,10 +226,8 @@ class DataloaderConfig(_OfStages):
                 raise FieldError(
                     (name, "batch_size"), f"{name}.batch_size cannot be set: give micro_batch_size, which it always is."
                 )
-            of_torch = (
-                ("shuffle", "batch_sampler") if self.type == type(self).type else ()
-            )  # a loader of yours may take them
-            for key in (key for key in of_torch if given.get(key)):
+            is_default = self.type == type(self).type  # another loader may take them
+            for key in (key for key in ("shuffle", "batch_sampler") if is_default and given.get(key)):
                 raise FieldError(
                     (name, key),
                     f"{name}.{key} cannot be set: dataset_sampler decides on the order and micro_batch_size on the batches; give "
@@ -262,6 +260,9 @@ class LRSchedulerConfig(ComponentConfig):
     """
 
     interval: Interval = "epoch"
+
+
+_RESUME_FROM = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
 
 
 def _read_resume_from(value: Any) -> Any:
@@ -313,7 +314,7 @@ class CheckpointConfig(Section):
     every_n_train_steps: Maybe[Count] = None
     every_n_epochs: Maybe[Count] = None
     keep_last_n_checkpoints: Maybe[Count] = None
-    resume_from: Annotated[Maybe[Path], BeforeValidator(_read_resume_from)] = None
+    resume_from: Annotated[Maybe[Path], BeforeValidator(_read_resume_from), WithJsonSchema(_RESUME_FROM)] = None
 
     def __post_init__(self) -> None:
         with of_field("save_dir"):

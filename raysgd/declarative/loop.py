@@ -211,9 +211,9 @@ class TrainingLoop(Stepper):
             by_epochs = None
         else:
             by_epochs = None if args.max_epochs is None else args.max_epochs * self.total_train_steps_per_epoch
-        known = [each for each in (by_epochs, args.max_train_steps) if each is not None]
-        is_known = by_epochs is not None or args.max_epochs is None
-        self.max_train_steps = min(known) if known and is_known else None
+        self.max_train_steps = args.max_train_steps if args.max_epochs is None else by_epochs
+        if by_epochs is not None and args.max_train_steps is not None:
+            self.max_train_steps = min(by_epochs, args.max_train_steps)
 
     def _make_loggers(self) -> None:
         from raysgd.declarative.loggers import make_own_loggers

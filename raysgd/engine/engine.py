@@ -288,7 +288,7 @@ class Engine:
         own, state = self._state(), api.load_checkpoint()
         if state is None:
             return None
-        if before_restore is not None:
+        if before_restore is not None and isinstance(state, dict):  # else it is refused
             before_restore(state)
         own.load(state)
         self._running().load(state["engine"].get("step"))

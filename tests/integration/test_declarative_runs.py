@@ -389,16 +389,19 @@ def test_the_documents_example_trains_and_continues(ray_cluster: dict[str, Any],
 
 @pytest.mark.parametrize("name", ["images", "tokens"])
 def test_files_of_nnscaler_train_on_a_worker(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(TESTS)
     (tmp_path / "job.yaml").write_text(nnscaler_files.FILES[name][0])
-    metrics = train(load_args("job.yaml", ["--enable_progress_bar=false", "--trainer.cpus_per_worker=1"]))
+    metrics = train(load_args(tmp_path / "job.yaml", ["--checkpoint.save_dir", str(tmp_path / "runs")]))
     assert metrics["finished_train_steps"] == {"images": 15, "tokens": 3}[name]
     folder = {"images": "logs/tb", "tokens": "lite"}[name]
-    assert [*(tmp_path / "checkpoints" / "run_001" / folder).glob("events*")]
+    assert [*(tmp_path / "runs" / "run_001" / folder).glob("events*")]
 
 
 @pytest.mark.parametrize("engine", [{"zero_stage": 3}, {"zero_stage": 1}], ids=["fsdp", "zero 1"])
-def test_hooks_see_and_change_checkpoints_of_models_in_shards(engine: dict[str, Any], tmp_path: Path) -> None:
+def test_hooks_see_and_change_checkpoints_of_models_in_shards(
+    engine: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(TESTS)
     hook = {"type": "support.declared.DoublingCheckpoints", "args": {"folder": str(tmp_path)}}
     checkpoint = {"save_dir": str(tmp_path / "runs"), "resume_from": "last"}
     values = merge(BASE, {"engine": engine, "hook": hook, "checkpoint": checkpoint, "enable_progress_bar": False})

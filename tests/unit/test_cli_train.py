@@ -41,7 +41,9 @@ def job(tmp_path: Path) -> str:
 def test_all_fields_and_defaults_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--print-config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert list(printed)[:6] == [
+    assert list(printed)[:8] == [
+        "init_module",
+        "vars",
         "compute_config",
         "gen_savedir",
         "pas_policy",
@@ -51,7 +53,7 @@ def test_all_fields_and_defaults_are_printed(capsys: pytest.CaptureFixture[str])
     ]
     assert printed["model"] == {"type": None, "args": {}}
     assert printed["checkpoint"]["save_dir"] == "./checkpoints"
-    assert len(printed) == 29
+    assert len(printed) == 31
 
 
 def test_grace_is_a_setting_of_the_trainer(job: str, capsys: pytest.CaptureFixture[str]) -> None:
