@@ -285,7 +285,7 @@ def test_loader_or_dataset_that_reads_all_rows_on_all_ranks_is_refused(tmp_path:
     cases: list[tuple[dict[str, Any], str | None]] = [
         (no_sampler, "loader_without_sampler made a DataLoader without the sampler that it gets"),
         (
-            {**no_sampler, "dataloader.train_args": {"shuffle": True}},
+            {**no_sampler, "dataloader.train_args": {"is_shuffled": True}},
             "each of 2 replicas of the model would read all rows",
         ),
         (own_loader, "all 2 replicas of the model read the same batches: dataloader.type support.declared.ReadsAll"),

@@ -581,8 +581,8 @@ class OfPairs(Mean):
         return super().forward((batch[0] - batch[1]) / 2)
 
 
-def loader_without_sampler(dataset: Any, batch_size: int, sampler: Any, shuffle: bool = False) -> DataLoader[Any]:
-    return DataLoader(dataset, batch_size, shuffle=shuffle)
+def loader_without_sampler(dataset: Any, batch_size: int, sampler: Any, is_shuffled: bool = False) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size, shuffle=is_shuffled)
 
 
 class ReadsAll:
