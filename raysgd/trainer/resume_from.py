@@ -117,7 +117,7 @@ def find_checkpoint(
             "keep_best."
         )
     found = find_newest(runs) if resume_from == LAST or best_by is None else _find_best(runs, best_by)
-    if found.checkpoint is None and found.skipped:  # it would begin again, and write beside what it lost
+    if found.checkpoint is None and found.skipped:  # a training that begins again is seen late
         raise CheckpointCorruptError(
             f"resume_from={resume_from!r}: {folder} has no whole checkpoint; {found.skipped[0]}"
         )
