@@ -20,8 +20,8 @@ from raysgd.errors import ConfigError
 def command(path: str, output: str | None, kind: str | None, strict: bool, as_json: bool) -> int:
     """Write a file for `raysgd train` from one of another trainer.
 
-    These are YAML of Lightning's CLI, JSON of Hugging Face's TrainingArguments, TOML of torchtitan, and YAML of
-    nnScaler. What is left to write by hand is listed apart from the file, each with the reason.
+    These are YAML of Lightning's CLI, JSON of Hugging Face's TrainingArguments, and YAML of nnScaler. What is left to
+    write by hand is listed apart from the file, each with the reason.
     """
     made = import_config(path, kind)
     text = as_yaml(made, path)

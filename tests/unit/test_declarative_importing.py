@@ -18,42 +18,10 @@ from hypothesis import strategies as st
 from raysgd.cli.main import main
 from raysgd.declarative import load_args
 from raysgd.declarative.args import TrainerArgs
-from raysgd.declarative.importing import hugging_face, lightning, torchtitan
+from raysgd.declarative.importing import hugging_face, lightning
 from raysgd.declarative.importing.files import as_yaml, import_config
 from raysgd.declarative.importing.rules import Translation
 
-#: The sections of torchtitan's last format in TOML, and their keys.
-TORCHTITAN = {
-    "job": "config_file dump_folder description print_config save_config_file custom_config_module",
-    "profiling": "enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup enable_memory_snapshot "
-    "save_memory_snapshot_folder",
-    "metrics": "log_freq enable_tensorboard disable_color_printing save_tb_folder save_for_all_ranks enable_wandb",
-    "model": "name flavor hf_assets_path tokenizer_path converters print_after_conversion",
-    "optimizer": "name lr beta1 beta2 eps weight_decay implementation early_step_in_backward",
-    "lr_scheduler": "warmup_steps total_steps decay_ratio decay_type min_lr_factor",
-    "training": "dataset dataset_path local_batch_size global_batch_size seq_len max_norm steps enable_cpu_offload dtype "
-    "mixed_precision_param mixed_precision_reduce gc_freq gc_debug dataloader.num_workers dataloader.persistent_workers "
-    "dataloader.pin_memory dataloader.prefetch_factor",
-    "parallelism": "data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward "
-    "tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel pipeline_parallel_degree "
-    "module_fqns_per_model_part pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
-    "pipeline_parallel_layers_per_stage pipeline_parallel_schedule pipeline_parallel_schedule_csv "
-    "pipeline_parallel_microbatch_size pipeline_parallel_expert_parallel_overlap context_parallel_degree "
-    "context_parallel_load_balancer context_parallel_rotate_method expert_parallel_degree expert_tensor_parallel_degree "
-    "expert_parallel_comm_backend",
-    "checkpoint": "enable enable_ft_dataloader_checkpoints folder interval initial_load_path initial_load_model_only "
-    "initial_load_in_hf initial_load_in_hf_quantized last_save_model_only last_save_in_hf export_dtype async_mode "
-    "keep_latest_k load_step exclude_from_loading enable_first_step_checkpoint create_seed_checkpoint load_only",
-    "activation_checkpoint": "mode selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns early_stop memory_budget "
-    "visualize_memory_budget_pareto preserve_rng_state determinism_check debug",
-    "compile": "enable components backend",
-    "memory_estimation": "enable disable_fake_mode",
-    "fault_tolerance": "enable process_group process_group_timeout_ms replica_id group_size min_replica_size semi_sync_method",
-    "experimental": "custom_import custom_args_module",
-    "validation": "enable dataset dataset_path local_batch_size seq_len freq steps dataloader.num_workers "
-    "dataloader.persistent_workers dataloader.pin_memory dataloader.prefetch_factor",
-    "debug": "seed deterministic deterministic_warn_only moe_force_load_balance",
-}
 PARTS: dict[str, Any] = {
     "model": {"class_path": "my.Lit", "init_args": {"width": 8}},
     "data": {"class_path": "my.Data", "init_args": {"batch_size": 4}},
@@ -96,11 +64,6 @@ def test_every_field_of_training_arguments_has_a_rule() -> None:
     transformers = pytest.importorskip("transformers")
     fields = {each.name for each in dataclasses.fields(transformers.TrainingArguments) if each.init}
     assert fields - set(hugging_face.RULES) == set()
-
-
-def test_every_key_of_torchtitan_has_a_rule() -> None:
-    keys = {f"{section}.{key}" for section, keys in TORCHTITAN.items() for key in keys.split()}
-    assert keys - set(torchtitan.RULES) == set()
 
 
 def test_every_strategy_of_lightning_is_translated_or_listed(tmp_path: Path) -> None:
@@ -385,62 +348,6 @@ def test_written_training_arguments_are_read(tmp_path: Path) -> None:
     assert keys_to_do(made) == {"model", "local_rank", "average_tokens_across_devices"}
 
 
-def test_file_of_torchtitan(tmp_path: Path) -> None:
-    pytest.importorskip("tomllib")
-    file = """\
-[job]
-dump_folder = "./outputs"
-[model]
-name = "llama3"
-flavor = "8B"
-[optimizer]
-lr = 3e-4
-[lr_scheduler]
-warmup_steps = 20
-[training]
-local_batch_size = 2
-global_batch_size = 64
-steps = 1000
-[parallelism]
-data_parallel_shard_degree = 4
-tensor_parallel_degree = 2
-[checkpoint]
-enable = true
-interval = 50
-[activation_checkpoint]
-mode = "selective"
-selective_ac_option = "op"
-[compile]
-enable = true
-[validation]
-enable = true
-freq = 100
-[quantize.linear.float8]
-recipe_name = "rowwise"
-"""
-    args, made = translated(tmp_path, file, "train.toml")
-    assert (args.num_workers, args.compute.num_replicas, args.rows_per_step, args.accumulation()) == (8, 4, 64, 8)
-    assert args.optimizer.args == {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-    assert (args.max_train_steps, args.optimizer.clip_gnorm, args.pas_policy) == (1000, 1.0, "tp")
-    assert args.engine == {"zero_stage": 3, "sequence_parallel": True, "precision": "bf16", "compile": "blocks"}
-    assert (args.checkpoint.save_dir, args.checkpoint.keep_last_n_checkpoints) == ("./outputs/checkpoint", 10)
-    assert args.val_every_n_train_steps == 100 and args.dataset.val_args["dataset"] == "c4_validation"
-    assert keys_to_do(made) == {
-        "model.name",
-        "training.dataset",
-        "lr_scheduler.warmup_steps",
-        "activation_checkpoint.mode",
-    }
-
-
-@pytest.mark.parametrize("name", ["enable", "enable_checkpoint"])
-def test_checkpoints_of_torchtitan_are_saved_if_they_are_enabled(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("tomllib")
-    for value in ("true", "false"):
-        args, _ = translated(tmp_path, f"[checkpoint]\n{name} = {value}\n[training]\nsteps = 5\n", "train.toml")
-        assert args.checkpoint.no_save is (value == "false")
-
-
 def test_file_of_nnscaler_stays_but_for_what_is_refused(tmp_path: Path) -> None:
     file = {
         "compute_config": {"runtime_ngpus": 2, "use_end2end": True}, "micro_batch_size": 4, "no_such_field": 1, "max_epochs": 2,
@@ -585,7 +492,7 @@ def test_command_without_anything_left_succeeds_with_strict(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", "x: 1", "give --from with one of lightning, hf, torchtitan, nnscaler"),
+        ("a.yaml", "x: 1", "give --from with one of lightning, hf, nnscaler"),
         ("a.yaml", "- 1", "has no names with values"),
         ("a.yaml", "a: [", "cannot be read"),
         ("a.json", "{", "cannot be read"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import yaml
 from raysgd.declarative.args import NOT_NEEDED, TrainerArgs
 from raysgd.declarative.checking import check_names
 from raysgd.declarative.fields import FieldError
-from raysgd.declarative.importing import hugging_face, lightning, torchtitan
+from raysgd.declarative.importing import hugging_face, lightning
 from raysgd.declarative.importing.rules import Rule, Translation, flatten, translate
 from raysgd.declarative.reading import Tree
 from raysgd.declarative.strategies import engine_fields
@@ -28,7 +27,6 @@ _FIELDS = {name: Rule(lambda made, key, value: made.set(key, value)) for name in
 KINDS: dict[str, tuple[Mapping[str, Rule], Callable[[Mapping[str, Any]], Translation]]] = {
     "lightning": (lightning.RULES, lightning.translate_file),
     "hf": (hugging_face.RULES, partial(translate, rules=hugging_face.RULES)),
-    "torchtitan": (torchtitan.RULES, partial(translate, rules=torchtitan.RULES)),
     "nnscaler": (_FIELDS, lambda values: Translation({}, dict(values))),
 }
 
@@ -37,7 +35,7 @@ def import_config(path: str | os.PathLike[str], kind: str | None = None) -> Tran
     """Translate a file of another trainer.
 
     Args:
-        path: The file: YAML, JSON or TOML.
+        path: The file: YAML or JSON.
         kind: One of `KINDS`. None: the one that most of the keys are of.
 
     Returns:
@@ -125,7 +123,7 @@ def _read(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         values = _parse(text, Path(path).suffix)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError, ImportError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         text = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise ConfigError(f"{path} cannot be read: {text}.") from None
     if not isinstance(values, dict) or not values:
@@ -136,8 +134,6 @@ def _read(path: str) -> dict[str, Any]:
 def _parse(text: str, suffix: str) -> Any:
     if suffix == ".json":
         return json.loads(text)
-    if suffix == ".toml":
-        return importlib.import_module("tomllib").loads(text)  # since Python 3.11
     return yaml.load(text, _Loader)
 
 
