@@ -258,14 +258,9 @@ class Tree:
             ConfigError: A name is not known or a value is not allowed; the message names the place.
         """
         values = self.resolved()
-        unused = []
-        for name, why in NOT_NEEDED.items():
-            *above, key = name.split(".")
-            section = values.get(above[0]) if above else values
-            if isinstance(section, dict) and section.pop(key, _NOTHING) is not _NOTHING:
-                unused.append(f"{name} ({why})")
-        if unused:
-            get_logger().warning("these fields are not needed, and are not used: %s.", ", ".join(unused))
+        if unused := pop_not_needed(values):
+            named = ", ".join(f"{name} ({why})" for name, why in unused.items())
+            get_logger().warning("these fields are not needed, and are not used: %s.", named)
         with self.naming_places():
             return TrainerArgs(**values)
 
@@ -276,6 +271,17 @@ class Tree:
             yield
         except FieldError as error:
             raise type(error)(error.path, error.text, self.place_of(error.path)) from None
+
+
+def pop_not_needed(values: dict[str, Any]) -> dict[str, str]:
+    """Remove the fields that a training does without; return their names, and why."""
+    unused = {}
+    for name, why in NOT_NEEDED.items():
+        *above, key = name.split(".")
+        section = values.get(above[0]) if above else values
+        if isinstance(section, dict) and section.pop(key, _NOTHING) is not _NOTHING:
+            unused[name] = why
+    return unused
 
 
 def args_of(values: Mapping[str, Any]) -> TrainerArgs:

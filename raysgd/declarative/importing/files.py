@@ -12,12 +12,12 @@ from typing import Any
 
 import yaml
 
-from raysgd.declarative.args import NOT_NEEDED, TrainerArgs
+from raysgd.declarative.args import TrainerArgs
 from raysgd.declarative.checking import check_names
 from raysgd.declarative.fields import FieldError
 from raysgd.declarative.importing import hugging_face, lightning
 from raysgd.declarative.importing.rules import Rule, Translation, flatten, translate
-from raysgd.declarative.reading import Tree
+from raysgd.declarative.reading import Tree, pop_not_needed
 from raysgd.declarative.strategies import engine_fields
 from raysgd.declarative.values import BOOL_WORDS, Importer, read_plain
 from raysgd.errors import ConfigError
@@ -77,9 +77,7 @@ def _leave_out_refused(made: Translation) -> None:
         ConfigError: A value that has to be there is refused or missing.
     """
     tree = Tree(made.values)
-    for name, why in NOT_NEEDED.items():
-        if _drop(tree.values, tuple(name.split("."))):
-            made.unused[name] = why
+    made.unused |= pop_not_needed(tree.values)
     while True:
         try:
             args = TrainerArgs(**tree.resolved())
