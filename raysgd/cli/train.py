@@ -48,7 +48,7 @@ class TrainCommand(FieldsCommand):
             return super().parse_args(ctx, args)
         place = pairs.index(True)
         super().parse_args(ctx, [*args[:place], *args[place + 2 :]])
-        from raysgd.declarative.checking import importing_from
+        from raysgd.declarative.checking import working_in
         from raysgd.declarative.reading import Tree
         from raysgd.declarative.schema import list_help
         from raysgd.declarative.values import Importer
@@ -56,7 +56,7 @@ class TrainCommand(FieldsCommand):
         tree = Tree.of_file(ctx.params["path"]) if ctx.params["path"] else Tree()
         tree.override(ctx.params["words"])
         formatter = ctx.make_formatter()
-        with importing_from(os.getcwd()):
+        with working_in(os.getcwd()):
             formatter.write_dl(
                 list(list_help(args[place + 1], tree.resolved(), Importer(ctx.params["allowed"] or None)))
             )

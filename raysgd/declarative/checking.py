@@ -71,17 +71,21 @@ def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tu
 
 
 @contextlib.contextmanager
-def importing_from(folder: str) -> Iterator[None]:
-    """Make modules in a folder importable within the block."""
-    if not os.path.isdir(folder) or folder in sys.path:
+def working_in(folder: str) -> Iterator[None]:
+    """Make a folder, where it exists, the working directory of the block, and the modules in it importable."""
+    if not os.path.isdir(folder):
         yield
         return
-    sys.path.insert(0, folder)
+    before, is_new = os.getcwd(), folder not in sys.path
+    sys.path[:0] = [folder] * is_new
+    os.chdir(folder)
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(folder)
+        os.chdir(before)
+        if is_new:
+            with contextlib.suppress(ValueError):
+                sys.path.remove(folder)
 
 
 def check_names(args: TrainerArgs, importer: Importer | None = None) -> list[str]:
@@ -101,7 +105,7 @@ def check_names(args: TrainerArgs, importer: Importer | None = None) -> list[str
                 importer.check_allowed(name, name)
             except ComponentError as error:
                 raise FieldError(path, str(error)) from None
-    with importing_from(os.getcwd()):
+    with working_in(os.getcwd()):
         for path, name in found:
             text = explain_missing(name)
             if text is not None and not args.trainer.get("runtime_env"):  # with it, workers may have other modules

@@ -20,7 +20,7 @@ from raysgd.checkpoint.store import read_manifest
 from raysgd.config import CheckpointConfig, FailureConfig, RunConfig
 from raysgd.config.checks import check_choice, from_mapping, split_path
 from raysgd.declarative.args import TrainerArgs, as_values
-from raysgd.declarative.checking import check_names, importing_from
+from raysgd.declarative.checking import check_names, working_in
 from raysgd.declarative.fields import FieldError, of_field
 from raysgd.declarative.loggers import make_callbacks
 from raysgd.declarative.reading import Tree, args_of, merge
@@ -61,7 +61,7 @@ class Training:
     def __call__(self, config: dict[str, Any]) -> dict[str, Any]:
         """Run on one worker. The config has values of the training, with dots in their names in a search."""
         args = args_of(merge(self.base, config) if self.base else config)
-        with importing_from(self.folder):
+        with working_in(self.folder):
             from raysgd.declarative.loop import TrainingLoop
 
             loop = TrainingLoop(args, self.engine, Importer(self.allowed), metric=self.metric)
@@ -90,7 +90,7 @@ def train(
         CheckpointNotFoundError: ``checkpoint.resume_from`` is a path, and there is no checkpoint.
     """
     job = _Job.of(args, allow_import)
-    with importing_from(os.getcwd()):
+    with working_in(os.getcwd()):
         strategies = job.decide()
         if job.args.run_mode == "compile":
             return write_plan(job.args, strategies)
@@ -124,7 +124,7 @@ def plan_training(args: TrainerArgs, *, allow_import: Sequence[str] | None = Non
     """
     importer = Importer(allow_import)
     importer.refer_to(args)
-    with Tree().naming_places(), importing_from(os.getcwd()):
+    with Tree().naming_places(), working_in(os.getcwd()):
         check_names(args, importer)
         return decide(replace(args, run_mode="compile"), importer).plan
 
@@ -147,7 +147,7 @@ def evaluate(
         raise ConfigError(
             f"there is no data to evaluate: dataset.{stage}_args is empty; give the arguments of the dataset."
         )
-    with importing_from(os.getcwd()):
+    with working_in(os.getcwd()):
         start = find_start(job.args)
         if start.checkpoint is None:
             raise CheckpointNotFoundError(
@@ -182,7 +182,7 @@ def export(
     start = find_start(replace(args, checkpoint=saved)).checkpoint
     if start is None:
         raise CheckpointNotFoundError(f"there is no checkpoint to export in {saved.save_dir}.")
-    with importing_from(os.getcwd()):
+    with working_in(os.getcwd()):
         from raysgd.declarative.components import make_model
         from raysgd.torch.exporting import load_model, new_folder
 
@@ -225,7 +225,7 @@ class _Job:
         args = args_of(as_values(args) if isinstance(args, TrainerArgs) else args)
         importer = Importer(allow_import)
         importer.refer_to(args)
-        with Tree().naming_places(), importing_from(os.getcwd()):
+        with Tree().naming_places(), working_in(os.getcwd()):
             missing = check_names(args, importer)
             callbacks, warnings = make_callbacks(args, importer)
         for text in (*list_warnings(args), *warnings, *missing):
@@ -309,7 +309,7 @@ def check_unused(args: TrainerArgs) -> None:
     if not saved.no_save and list_manifests(Storage.from_uri(saved.save_dir)):
         raise FieldError(
             ("checkpoint", "save_dir"),
-            f"checkpoint.save_dir: {saved.save_dir} has checkpoints of an earlier training; give checkpoint.resume_from: last to "
+            f"{saved.save_dir} has checkpoints of an earlier training; give checkpoint.resume_from: last to "
             "resume it, or another folder.",
         )
 

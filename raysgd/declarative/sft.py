@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ class Conversations(Dataset[dict[str, torch.Tensor]]):
     than ``max_length`` is cut at its end; one without a token of an answer is left out. A warning has both numbers.
 
     Args:
-        path: The file, as an absolute path; workers do not run in the folder of the command.
+        path: The file.
         tokenizer: Folder or name of the tokenizer.
         max_length: Tokens of a row.
         packing: Whether a row has as many documents as fit, each with positions from 0 on.
@@ -52,7 +53,7 @@ class Conversations(Dataset[dict[str, torch.Tensor]]):
 
         if not Path(path).is_file():
             raise ConfigError(
-                f"there is no file {path} on this machine; a path is absolute, as in path: ${{PWD}}/rows.jsonl."
+                f"there is no file {path} in {os.getcwd()} on this machine; give a path that all nodes see."
             )
         self.packing = packing
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)

@@ -17,7 +17,7 @@ import yaml
 
 from raysgd.cli.main import main
 from raysgd.declarative.args import as_values
-from raysgd.declarative.checking import check_names, importing_from
+from raysgd.declarative.checking import check_names, working_in
 from raysgd.declarative.entry import _Job, check_sizes, split_folder
 from raysgd.declarative.reading import args_of
 from raysgd.errors import ConfigError
@@ -354,14 +354,14 @@ def test_a_module_that_is_not_here_is_warned_of_before_workers_start(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "parts.py").write_text("from models import Model, Data")
     args = args_of({**SMALL, "model": {"type": "parts.Model"}, "dataset": {"type": "no_such_module.Data"}})
-    with importing_from(str(tmp_path)):
+    with working_in(str(tmp_path)):
         (text,) = check_names(args)
     assert text.startswith(
         "dataset.type no_such_module.Data: there is no module 'no_such_module' in the working directory"
     )
     monkeypatch.setitem(sys.modules, "without_specification", types.ModuleType("without_specification"))
     args = args_of({**SMALL, "model": {"type": "without_specification.Model"}, "dataset": {"type": "parts.Data"}})
-    with importing_from(str(tmp_path)):
+    with working_in(str(tmp_path)):
         assert check_names(args) == []
 
 
