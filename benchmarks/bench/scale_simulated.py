@@ -179,7 +179,7 @@ async def _run(controller: Controller, seconds: float) -> tuple[dict[str, Any], 
     if not taking.done():
         taking.cancel()
         raise RuntimeError(f"the run has ended early: {controller.run.status()}")
-    await controller.run.stop("the measure is over", cancel=True)
+    await controller.run.stop(c.StopRequested("the measure is over", cancel=True))
     await executing
     return taking.result()
 

@@ -113,6 +113,16 @@ class CollectivesMismatched(Input):
     stacks: Mapping[int, str] = field(default_factory=dict)
     collectives: Mapping[int, Sequence[Collective]] = field(default_factory=dict)
 
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome of the run: the program is wrong."""
+        message = (
+            f"the ranks do not make the same collectives: {self.why}. Make the same number of steps on every rank, as with "
+            "raysgd.torch.prepare_data_loader or get_dataset(), and call collectives on all ranks in the same order, with the "
+            "same sizes and dtypes"
+        )
+        return Outcome("error", error_type="CollectiveMismatchError", message=message, ranks=self.ranks)
+
 
 @dataclass(frozen=True)
 class NodeDraining(Input):

@@ -19,6 +19,11 @@ class OutputFile:
     size: int
 
 
+def describe_output(files: tuple[OutputFile, ...]) -> dict[str, Any]:
+    """Return what the record of an event says of the files that a process prints to."""
+    return {"output": [[file.path, file.size] for file in files]} if files else {}
+
+
 @dataclass(frozen=True)
 class Entered:
     """train_func was entered at ``timestamp`` (seconds since the epoch).

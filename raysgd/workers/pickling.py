@@ -91,7 +91,8 @@ def dumps_named(
 def _find_unpicklable(obj: Any, path: str, reducers: Reducers | None, above: tuple[Any, ...] = ()) -> tuple[str, Any]:
     """Return the path to the innermost part of ``obj`` that cannot be pickled, and the part."""
     above = (*above, obj)
-    for name, part in _parts(obj) if len(above) <= 20 else []:
+    is_reduced = reducers is not None and isinstance(obj, tuple(reducers))
+    for name, part in [] if is_reduced or len(above) > 20 else _parts(obj):
         if any(part is outer for outer in above):  # a function that calls itself
             continue
         try:
@@ -214,7 +215,8 @@ def _parts(obj: Any) -> list[tuple[str, Any]]:
         return [(".__self__", obj.__self__), (".__func__", obj.__func__)]
     if isinstance(obj, FunctionType):
         return _variables(obj)
-    if hasattr(obj, "__dict__") and not isinstance(obj, type):
+    kind: Any = type(obj)
+    if hasattr(obj, "__dict__") and not isinstance(obj, type) and kind.__reduce__ is object.__reduce__:
         return [(f".{name}", value) for name, value in vars(obj).items()]
     return []
 

@@ -428,7 +428,7 @@ def test_sharded_model_that_train_func_returns_is_refused_with_what_to_do() -> N
     _, model, _ = composed(zero_stage=3)
     with pytest.raises(
         SerializationError,
-        match=r"^train_func's return value cannot be sent .* a FSDPNet are divided.*engine\.save_checkpoint\(\): load\(\)",
+        match=r"^train_func's return value \['model'\] cannot be sent .* FSDPNet are divided.*engine\.save_checkpoint\(\): load",
     ):
         dumps_returned({"model": model}, "train_func", model_reducers())
 

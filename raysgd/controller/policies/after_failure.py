@@ -9,11 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raysgd.config import FailureConfig
 from raysgd.controller.states import Ending, Outcome
 from raysgd.session.events import Failed
 
+#: Seconds for the errors of other ranks to arrive after the first one, so that a broken collective is not taken for the cause.
+GATHER_S = 0.05
+#: Seconds that a broken collective waits for the death or exception that explains it. Ray reports a process on a lost node
+#: later than one that died alone, and later still on a busy machine.
+EXPLAIN_S = 5.0
 #: An exception that arrived at least this long before the first death was noticed is not a consequence of that death. A
 #: death is noticed late: by about 40 ms, and by the time it takes to read what the process had sent.
 _DEATH_DELAY_S = 0.3
@@ -46,6 +52,17 @@ class Failure:
     def cause(self) -> str:
         """``"exception"`` of train_func, or ``"death"`` of a worker, also while a group was being formed."""
         return "death" if self.outcome is None else "exception"
+
+    def describe(self, action: str) -> dict[str, Any]:
+        """Return the record of the failure, with what follows it."""
+        data = {
+            "ranks": list(self.ranks),
+            "nodes": list(self.nodes),
+            "error": self.what,
+            "action": action,
+            "cause": self.cause,
+        }
+        return data | ({"raised": self.raised} if self.raised else {})
 
 
 class FailurePolicy:

@@ -18,6 +18,9 @@ Emit = Callable[[c.Command], None]
 #: Why a group forms again without a failure: it grows, is preempted or pauses, or the checkpoint it started from is damaged.
 RegroupCause = Literal["resize", "preemption", "pause", "checkpoint"]
 
+#: Seconds, at least, for ranks to leave from a save point. They leave by themselves, on a busy machine slowly: killing them
+#: would cost a start of their processes. A rank that died or hangs is found in other ways.
+SAVE_POINT_GRACE_S = 30.0
 #: Seconds for the last ranks to reach the save point, once the checkpoint is committed.
 REACH_S = 2.0
 #: Seconds until ranks agree on another save point, after one whose checkpoint could not be written.

@@ -13,9 +13,17 @@ from typing import Any
 from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.checkpoints.coordinator import CheckpointCoordinator
-from raysgd.controller.policies.after_failure import Failure, FailurePolicy, find_cause
+from raysgd.controller.policies.after_failure import EXPLAIN_S, GATHER_S, Failure, FailurePolicy, find_cause
 from raysgd.controller.run_plan import PreviousState, RunPlan
-from raysgd.controller.state_machine.regrouping import GROWS, Growth, Pause, Preemption, RegroupCause, SavePoint
+from raysgd.controller.state_machine.regrouping import (
+    GROWS,
+    SAVE_POINT_GRACE_S,
+    Growth,
+    Pause,
+    Preemption,
+    RegroupCause,
+    SavePoint,
+)
 from raysgd.controller.states import (
     Closed,
     Closing,
@@ -30,20 +38,6 @@ from raysgd.controller.states import (
     running_of,
 )
 from raysgd.session import events as e
-
-#: Seconds for the errors of other ranks to arrive after the first one, so that a broken collective is not taken for the cause.
-GATHER_S = 0.05
-#: Seconds that a broken collective waits for the death or exception that explains it. Ray reports a process on a lost node
-#: later than one that died alone, and later still on a busy machine.
-EXPLAIN_S = 5.0
-#: Seconds, at least, for ranks to leave from a save point. They leave by themselves, on a busy machine slowly: killing them
-#: would cost a start of their processes. A rank that died or hangs is found in other ways.
-SAVE_POINT_GRACE_S = 30.0
-#: What to do about a mismatch.
-_SAME_COLLECTIVES = (
-    "Make the same number of steps on every rank, as with raysgd.torch.prepare_data_loader or get_dataset(), and call "
-    "collectives on all ranks in the same order, with the same sizes and dtypes"
-)
 
 
 class RunMachine:
@@ -270,10 +264,10 @@ class RunMachine:
             case e.Entered():
                 running.is_entered = True  # which uses up the attempt's number
                 data = {"rank": rank, "attempt": running.attempt, "timestamp": event.timestamp}
-                self._emit(c.RecordEvent("entered", data | _describe_output(event.output)))
+                self._emit(c.RecordEvent("entered", data | e.describe_output(event.output)))
             case e.Left():
                 data = {"rank": rank, "attempt": running.attempt}
-                self._emit(c.RecordEvent("left", data | _describe_output(event.output)))
+                self._emit(c.RecordEvent("left", data | e.describe_output(event.output)))
 
     def _on_unsynchronized(self, running: Running, rank: int, message: str) -> None:
         """Warn once in a run, when all ranks train a model of their own: where some do not, others may train on purpose."""
@@ -384,9 +378,7 @@ class RunMachine:
         if self._stop_reason is not None:  # some ranks have left for the stop, in which the others wait for them
             self._end_attempt(running, given.why, self._stopped_outcome())
             return
-        message = f"the ranks do not make the same collectives: {given.why}. {_SAME_COLLECTIVES}"
-        outcome = Outcome("error", error_type="CollectiveMismatchError", message=message, ranks=given.ranks)
-        self._end_attempt(running, given.why, outcome)
+        self._end_attempt(running, given.why, given.outcome)
 
     def _on_preempted(self, attempt: int, ranks: Collection[int], why: str, within_s: float | None = None) -> None:
         running = self._attempt_if_current(attempt)
@@ -451,14 +443,7 @@ class RunMachine:
         """Count and record a failure; returns why the run must end, or None."""
         why_over = self._failures.decide(failure)
         retry = "stop" if self._stop_reason is not None else f"retry {self._failures.num_failures}"
-        data = {
-            "ranks": list(failure.ranks),
-            "nodes": list(failure.nodes),
-            "error": failure.what,
-            "action": retry if why_over is None else "give up",
-            "cause": failure.cause,
-        }
-        self._emit(c.RecordEvent("failure", data | ({"raised": failure.raised} if failure.raised else {})))
+        self._emit(c.RecordEvent("failure", failure.describe(retry if why_over is None else "give up")))
         return why_over
 
     def _regroup(self, running: Running, why: str, cause: RegroupCause, *, is_at_save_point: bool = False) -> None:
@@ -633,8 +618,3 @@ class RunMachine:
         if not self._is_published:
             self._is_published = True
             self._emit(c.PublishOutcome(outcome))
-
-
-def _describe_output(files: tuple[e.OutputFile, ...]) -> dict[str, Any]:
-    """Return what an event says of the files that a process prints to."""
-    return {"output": [[file.path, file.size] for file in files]} if files else {}
