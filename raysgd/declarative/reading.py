@@ -161,10 +161,9 @@ class Tree:
             found = _entry(inside, key)
             if isinstance(inside, list) and found is _NOTHING:
                 if key != len(inside) or not makes:
-                    free = f"{len(inside)}, which appends one" if makes else f"at most {len(inside) - 1}"
-                    raise ConfigError(
-                        f"{place}: {'.'.join(path[:-1])} has no entry {str(key)!r}; it has {len(inside)}: give {free}."
-                    )
+                    last = f"the last one is {len(inside) - 1}" if inside else "it is empty"
+                    free = f": give {len(inside)}, which appends one" if makes else ""
+                    raise ConfigError(f"{place}: {'.'.join(path[:-1])} has no entry {str(key)!r}; {last}{free}.")
                 inside.append(None)
             if not parts:
                 return inside, key, path
@@ -238,6 +237,10 @@ class Tree:
                 if variable is not None and variable in os.environ:
                     return os.environ[variable]
                 what = "not set" if variable is None else "neither a field nor a variable of the environment"
+                if not at and name in list_defaults():
+                    raise ConfigError(
+                        f"{self.place_of(path)}: {reference[0]} refers to {name}, which has no value; give one."
+                    )
                 known = [str(each) for each in inside] if isinstance(inside, dict) else []
                 close = nearest(
                     parts[0], known if at else [*known, *list_defaults(), *(os.environ if variable else ())]

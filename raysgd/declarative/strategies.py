@@ -44,6 +44,10 @@ def list_warnings(args: TrainerArgs) -> list[str]:
         found.append("precision fp16 of parameters is autocast with a dynamic loss scale; the parameters stay fp32.")
     if args.search is not None and checkpoint.resume_from is not None:
         found.append("checkpoint.resume_from has no effect in a search: each trial starts from the beginning.")
+    if args.search is not None and checkpoint.save_dir != type(checkpoint).save_dir:
+        found.append(
+            "checkpoint.save_dir has no effect in a search: trials are in the folder of Ray Tune, ~/ray_results."
+        )
     if args.seed is None and args.init_env_fn is None:
         found.append("neither seed nor init_env_fn is given, so a repeated training starts from other random numbers.")
     return found

@@ -227,16 +227,18 @@ _OF_YAML = {
     "true": True, "false": False, "null": None,
     ".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan,
 }  # fmt: skip
+#: The kinds of Python's literals that YAML has, too.
+_LITERALS = (bool, int, float, str, list, tuple, dict, type(None))
 
 
 def guess(text: str) -> Any:
-    """Return the Python literal that a text is, or the text."""
+    """Return the Python literal that a text is, if YAML has such values, or the text: ``{0}`` is a place in a format."""
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return _OF_YAML.get(text.lower(), text)
     is_too_large = isinstance(value, float) and math.isinf(value)  # such as an id, 12e4567
-    return text if value is ... or is_too_large else value
+    return text if is_too_large or not isinstance(value, _LITERALS) else value
 
 
 def read_plain(text: str) -> Any:

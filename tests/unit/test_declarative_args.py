@@ -297,7 +297,7 @@ def test_entries_of_a_list_are_overridden_by_number(document: Path) -> None:
         (["--optimizer.clip_gnorm", "nan"], "clip_gnorm='nan' is a str; give a number"),
         (["--optimizer.clip_gnorm", "-1"], "clip_gnorm=-1 is too small; give 0.0 or more"),
         (["--seed", "-1"], "seed: seed=-1 is too small; give 0 or more"),
-        (["--log.1.type", "x"], "log has no entry '1'; it has 0: give 0, which appends one"),
+        (["--log.1.type", "x"], "log has no entry '1'; it is empty: give 0, which appends one"),
         (["--model.args.dim", "$(model.args.nlayer)"], r"refers to model.args.nlayer, .*did you mean 'nlayers'"),
         (
             ["--model.args.dim", "$(model.args.nlayers)", "--model.args.nlayers", "$(model.args.dim)"],

@@ -324,11 +324,18 @@ def test_inputs_and_buffers_have_their_types() -> None:
 
 
 def test_what_means_something_else_than_in_nnscaler_is_named() -> None:
-    values = training(checkpoint__save_type="deduped", precision="fp16")
+    values = training(checkpoint__save_type="deduped", checkpoint__save_dir="runs", precision="fp16")
+    values |= {"search": {"space": {"optimizer.args.lr": [0.1, 0.2]}}}
     values.pop("seed")
     texts = "\n".join(list_warnings(args_of(values)))
     assert all(
-        name in texts for name in ("save_type='deduped' is what 'sharded' is", "fp16 of parameters is", "neither seed")
+        name in texts
+        for name in (
+            "save_type='deduped' is what 'sharded' is",
+            "fp16 of parameters is",
+            "neither seed",
+            "~/ray_results",
+        )
     )
     assert list_warnings(args_of(MLP)) == []
 

@@ -31,7 +31,8 @@ SMALL: dict[str, Any] = {
 TRICKY = [
     "-1", "-.5", "-half", "-f", "--lr", "-", "a=b", "=", "a.b", "a: b", "a #b", "'", '"a"', "$", "$$", "$1", "1e-4", "010",
     "0x1f", "1_000", "1:30", "2024-01-01", "null", "None", "~", "true", "yes", "No", "on", "", " a", "[CLS]", "{x}", "[CLS] a",
-    "...", ".inf", "@a", "!x", "*x", "&x", "%a", "|", ">", "é", "a\nb", "[1, 2]", "{1: 2}", "a,b", "x" * 5000, "(", "1.5.2",
+    "...", ".inf", "@a", "!x", "*x", "&x", "%a", "|", ">", "é", "a\nb", "[1, 2]", "{1: 2}", "a,b", "{0}", "x" * 5000, "(",
+    "1.5.2",
 ]  # fmt: skip
 TEXTS = st.sampled_from(TRICKY) | st.text(alphabet="ab01-+=.:#'\"$[]{}(), ~eE!\n")
 KEYS = st.sampled_from(["a", "b-c", "b_c", "d.e", "0", "é", "a b", "lr"]) | st.integers(0, 3)
@@ -185,7 +186,7 @@ def test_flags_change_entries_of_mappings_and_lists(tmp_path: Path, words: list[
     [
         (["--max_epochs.x", "1"], r"command line \(--max_epochs.x 1\): max_epochs is 1, which has no field 'x'"),
         (["--model.args.sizes.0.x", "1"], "model.args.sizes.0 is 5, which has no field 'x'"),
-        (["--model.args.sizes.1!"], "model.args.sizes has no entry '1'; it has 1: give at most 0"),
+        (["--model.args.sizes.1!"], "model.args.sizes has no entry '1'; the last one is 0"),
         (["--model.args.sizes-=7"], r"model.args.sizes has no entry '7'; it is \[5\]"),
         (["--model.type+=x"], "model.type is 'my.Model', not a list"),
         (["--model.args.a.b", "1"], r"model.args.a.b may be in 'a' or 'a.b'; give the mapping as a whole"),
@@ -242,7 +243,7 @@ def test_a_component_is_replaced_with_its_arguments_and_the_other_fields_of_its_
         (["--model.args.x", "$(HOME)"], "which is not set; write ${HOME} for the variable of the environment"),
         (["--model.args.x", "${micro_batch}"], "(did you mean 'micro_batch_size'?)"),
         (["--checkpoint.save_dir", "a$(optimizer.args)"], "$(optimizer.args) is a mapping, which cannot be a part of"),
-        (["--model.args.x", "$(seed)"], "$(seed) refers to seed, which is not set"),
+        (["--model.args.x", "$(seed)"], "$(seed) refers to seed, which has no value; give one"),
         (["--trainer.backend", "toch"], "trainer.backend: backend='toch' is not known (did you mean 'torch'?)"),
         (["--trainer.runtime_env", "3"], "trainer.runtime_env: runtime_env=3 is not a mapping"),
         (["--trainer.deterministic", "maybe"], "trainer.deterministic: deterministic='maybe' is not a bool"),
