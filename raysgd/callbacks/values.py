@@ -102,10 +102,10 @@ def as_float(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def end_state(error: BaseException | None) -> str:
-    """Return how a run with this error ended: ``finished``, ``cancelled`` or ``failed``."""
+def end_state(error: BaseException | None, outcome: str = "done") -> str:
+    """Return how a run with this error, or with this outcome, ended: ``finished``, ``stopped``, ``cancelled`` or ``failed``."""
     if error is None:
-        return "finished"
+        return "stopped" if outcome == "stopped" else "finished"
     return "cancelled" if isinstance(error, (RunCancelledError, KeyboardInterrupt)) else "failed"
 
 

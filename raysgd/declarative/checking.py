@@ -58,7 +58,7 @@ def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tu
     with tree.naming_places():
         check_names(args)
         if not is_full_name(args.pas_policy):  # it adds fields, and is called when the training starts
-            engine = EngineConfig.of(engine_fields(args, Importer()))
+            engine = EngineConfig.of(engine_fields(args, Importer(args=args)))
             if not is_planned(args):
                 with of_field("engine", names=args.engine):
                     ScalingConfig(num_workers=args.num_workers, workers_per_replica=engine.workers_per_replica)

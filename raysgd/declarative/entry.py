@@ -64,7 +64,7 @@ class Training:
         with working_in(self.folder):
             from raysgd.declarative.loop import TrainingLoop
 
-            loop = TrainingLoop(args, self.engine, Importer(self.allowed), metric=self.metric)
+            loop = TrainingLoop(args, self.engine, Importer(self.allowed, args), metric=self.metric)
             return loop.train() if self.stage is None else loop.evaluate(self.stage)
 
 
@@ -122,8 +122,7 @@ def plan_training(args: TrainerArgs, *, allow_import: Sequence[str] | None = Non
     Raises:
         ConfigError: A component cannot be made, or the model fits nowhere.
     """
-    importer = Importer(allow_import)
-    importer.refer_to(args)
+    importer = Importer(allow_import, args)
     with Tree().naming_places(), working_in(os.getcwd()):
         check_names(args, importer)
         return decide(replace(args, run_mode="compile"), importer).plan
@@ -186,7 +185,7 @@ def export(
         from raysgd.declarative.components import make_model
         from raysgd.torch.exporting import load_model, new_folder
 
-        model: Any = make_model(args, Importer(allow_import))
+        model: Any = make_model(args, Importer(allow_import, args))
         if not callable(getattr(model, "save_pretrained", None)):
             raise ConfigError(f"{args.model.type} has no save_pretrained: write its weights by `raysgd ckpt export`.")
         with new_folder(output) as folder:
@@ -223,8 +222,7 @@ class _Job:
     @classmethod
     def of(cls, args: TrainerArgs | Mapping[str, Any], allow_import: Sequence[str] | None) -> _Job:
         args = args_of(as_values(args) if isinstance(args, TrainerArgs) else args)
-        importer = Importer(allow_import)
-        importer.refer_to(args)
+        importer = Importer(allow_import, args)
         with Tree().naming_places(), working_in(os.getcwd()):
             missing = check_names(args, importer)
             callbacks, warnings = make_callbacks(args, importer)

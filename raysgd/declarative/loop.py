@@ -150,7 +150,6 @@ class TrainingLoop(Stepper):
 
     def _set_up(self, *stages: str) -> None:
         args, importer = self.train_args, self._importer
-        importer.refer_to(args)
         if args.init_module is not None:
             importer.check_allowed(args.init_module, f"init_module {args.init_module}")
             importlib.import_module(args.init_module)

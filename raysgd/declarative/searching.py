@@ -68,7 +68,7 @@ def search(
     with Tree().naming_places():
         check_search(args)
         space = {name: _space_of(name, as_values(value)) for name, value in settings.space.items()}
-    importer = Importer(training.allowed)
+    importer = Importer(training.allowed, args)
     metric = settings.metric or ("val_loss" if args.dataset.val_args else "train_loss")
     with trainer:
         results = search_with_tune(

@@ -56,16 +56,13 @@ class Importer:
 
     Args:
         allowed: Modules, with all below them, from which may be imported. None: any.
+        args: The `TrainerArgs` that ``$!(self)`` stands for; ``$!(vars.x)`` is what its ``vars`` are made of, once.
     """
 
-    def __init__(self, allowed: Sequence[str] | None = None) -> None:
+    def __init__(self, allowed: Sequence[str] | None = None, args: Any = None) -> None:
         self._allowed = None if allowed is None else tuple(allowed)
-        self._args: Any = None
+        self._args = args
         self._vars: Any = None
-
-    def refer_to(self, args: Any) -> None:
-        """Let ``$!(self)`` stand for the `TrainerArgs`, and ``$!(vars.x)`` for what its ``vars`` are made of, once."""
-        self._args, self._vars = args, None
 
     def load(self, name: Any) -> Any:
         """Return the class, function or value with this full name, such as ``torch.optim.Adam``.
@@ -161,7 +158,7 @@ class Importer:
             return self._args
         if self._vars is None:
             self._vars = {}  # of themselves there are none
-            self._vars = {"vars": self.resolve(self._args.vars)}
+            self._vars = {"vars": self.resolve({} if self._args is None else self._args.vars)}
         found = self._vars
         for part in name.split("."):
             if not isinstance(found, Mapping) or part not in found:

@@ -34,8 +34,9 @@ def take_rows(batch: Any, num_rows: int, of: int | None = None) -> Any:
         num_rows: Rows to keep.
         of: Rows that it has, where they may be in the second dimension. None: the size of the first one.
     """
-    rows = count_rows(batch) if of is None else of
-    return batch if num_rows >= rows else _Cut(rows, num_rows)(batch)
+    first = count_rows(batch)
+    rows = first if of is None else of
+    return batch if num_rows >= rows else _Cut(rows, num_rows, is_second=rows != first)(batch)
 
 
 def count_samples(batch: Any, items: int | None) -> tuple[int, int]:
@@ -107,16 +108,19 @@ class _Cut:
         num_rows: Rows of the batch.
         kept: Rows that are kept.
         is_strict: Whether objects of unknown kinds are refused.
+        is_second: Whether the rows are in the second dimension, of what has one.
     """
 
     num_rows: int
     kept: int
     is_strict: bool = False
+    is_second: bool = False
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, (torch.Tensor, np.ndarray)):
-            axis = next((axis for axis, size in enumerate(value.shape[:2]) if size == self.num_rows), None)
-            return value if axis is None else value[(slice(None),) * axis + (slice(self.kept),)]
+            if self.is_second and value.ndim > 1 and value.shape[1] == self.num_rows:
+                return value[:, : self.kept]
+            return value[: self.kept] if value.ndim and len(value) == self.num_rows else value
         if isinstance(value, Mapping):
             changed = {key: self(each) for key, each in value.items()}
             if type(value) is dict or not isinstance(value, MutableMapping):

@@ -47,7 +47,7 @@ def numbers(values: list[float], **changes: Any) -> dict[str, Any]:
 
 def loop_of(values: dict[str, Any]) -> TrainingLoop:
     args = args_of(values)
-    importer = Importer()
+    importer = Importer(args=args)
     return TrainingLoop(args, EngineConfig.of(engine_fields(args, importer)), importer)
 
 

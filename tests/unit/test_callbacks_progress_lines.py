@@ -115,6 +115,13 @@ def test_failures_and_warnings_are_printed_in_order(played: Played) -> None:
     ]
 
 
+def test_a_run_that_was_stopped_did_not_finish(played: Played) -> None:
+    played.result(1)
+    played.display.event(Event("run_end", 0.0, {"kind": "stopped", "message": "Ctrl-C"}))
+    played.display.end(None)
+    assert played.lines()[-1] == "stopped after 0:00, 1 results"
+
+
 def test_all_times_count_from_the_start_of_the_run(played: Played) -> None:
     played.now = 61.0
     played.result(1)

@@ -270,7 +270,8 @@ def test_a_model_is_exported_for_transformers(tmp_path: Path, lora: Any, is_tied
     with pytest.raises(ConfigError, match="exists and is not an empty folder"):
         export(values, path)
     if lora is not None:
-        values["model"]["args"]["exports"] = "adapter"
+        values["vars"] = {"base": str(files / "model")}
+        values["model"]["args"] |= {"exports": "adapter", "name": "$!(vars.base)"}
         adapter = Path(export(values, tmp_path / "adapter"))
         base = AutoModelForCausalLM.from_pretrained(files / "model")
         torch.testing.assert_close(logits_of(peft.PeftModel.from_pretrained(base, adapter)), expected)

@@ -51,6 +51,14 @@ def world() -> Iterator[Enter]:
         yield enter
 
 
+def test_what_all_rows_share_is_not_cut_though_its_second_dimension_has_as_many() -> None:
+    batch = {"x": torch.zeros(4, 5), "weights": torch.ones(3, 4)}
+    assert {name: tuple(each.shape) for name, each in take_rows(batch, 2, 4).items()} == {
+        "x": (2, 5),
+        "weights": (3, 4),
+    }
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)),

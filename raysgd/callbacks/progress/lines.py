@@ -142,6 +142,7 @@ class LinesDisplay:
         self._next_at = clock()
         self._start_at = self._next_at - age_s(info.started_s)
         self._end_at: float | None = None
+        self._outcome = "done"
         self._waiting: tuple[Result, float] | None = None
         self._num_skipped = 0
         self._num_results = 0
@@ -162,7 +163,7 @@ class LinesDisplay:
     def event(self, event: Event) -> None:
         text = self._event_text(event)
         if event.kind == "run_end":
-            self._end_at = self._clock()
+            self._end_at, self._outcome = self._clock(), event.data.get("kind", "done")
         if text or self._clock() >= self._next_at:
             self._show_waiting()
         if text:
@@ -172,7 +173,8 @@ class LinesDisplay:
         self._show_waiting()
         took = duration((self._clock() if self._end_at is None else self._end_at) - self._start_at)
         reason = "" if error is None else f": {one_line(error)}"
-        self._print(f"{end_state(error)} after {took}, {self._num_results} results{reason}{warnings_text(self._info)}")
+        state = end_state(error, self._outcome)
+        self._print(f"{state} after {took}, {self._num_results} results{reason}{warnings_text(self._info)}")
 
     def _show_waiting(self) -> None:
         waiting, self._waiting = self._waiting, None

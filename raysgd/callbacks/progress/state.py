@@ -99,6 +99,7 @@ class ProgressState:
         self._clock = clock
         self._start_at = clock() - age_s(info.started_s)
         self._end_at: float | None = None
+        self._outcome = "done"
         self._checkpoint_at = 0.0
         self._lock = threading.Lock()
         self._recent: deque[Result] = deque(maxlen=_MAX_RECENT)
@@ -122,6 +123,7 @@ class ProgressState:
                 self._notes.append(_first_line(str(data.get("message", ""))))
             elif event.kind == "run_end":  # callbacks and pending writes follow
                 self._end_at, now.state = self._clock(), "ending"
+                self._outcome = data.get("kind", "done")
             elif (note := note_text(event)) and (event.kind, now.state) != ("stop", "stopping"):
                 self._notes.append(note)
                 now.state = {"stop": "stopping", "failure": "recovering"}.get(event.kind, now.state)
@@ -129,7 +131,7 @@ class ProgressState:
     def end(self, error: BaseException | None) -> None:
         with self._lock:
             self._end_at = self._clock() if self._end_at is None else self._end_at
-            self._now.state = end_state(error)
+            self._now.state = end_state(error, self._outcome)
             self._now.error = "" if error is None else one_line(error)
             late = [_first_line(text) for text in self._now.info.warnings[-_MAX_NOTES:]]
             self._notes.extend(line for line in late if line not in self._notes)

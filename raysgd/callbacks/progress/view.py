@@ -26,6 +26,7 @@ _STYLES = {
     "stopping": "cyan",
     "ending": "cyan",
     "finished": "green",
+    "stopped": "cyan",
 }
 _MAX_WIDTH = 116
 _SPARK_FROM_WIDTH = 76
