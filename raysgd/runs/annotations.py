@@ -1,4 +1,4 @@
-"""What people say about a run: a title, tags and notes, in one file of its folder. Runs anywhere, without Ray."""
+"""The title, tags and notes that people give a run, in one file of its folder. Runs anywhere, without Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Annotations:
-    """What people say about a run.
+    """The title, the tags and the notes of a run.
 
     Attributes:
         title: The name that lists show for it; empty: that of its folder.
@@ -30,7 +30,7 @@ class Annotations:
 
 
 def read_annotations(run: Storage) -> Annotations:
-    """Return what people say about a run; empty if nobody has said anything.
+    """Return the title, tags and notes of a run; empty if it has none.
 
     Raises:
         CheckpointCorruptError: The file is damaged.
