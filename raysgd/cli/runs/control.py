@@ -70,13 +70,16 @@ def attach_command(name: str, progress: Mode, from_iteration: int, address: str 
     Ctrl-C leaves the run as it is. The exit status is 1 if the run fails.
     """
     trainer = attach_to(name, address)
+    display = None if as_json else ProgressCallback(mode=progress)
     with _run_of(name):
-        stream = trainer._latest.open_stream(from_iteration, None if as_json else ProgressCallback(mode=progress))
+        stream = trainer._latest.open_stream(from_iteration, display)
     try:
         for result in stream:
             if as_json:
                 print_json(dict(result), is_line=True)
     except KeyboardInterrupt:
+        if display is not None:
+            display.leave()
         print_error(f"left the run, which continues; `raysgd attach {name}` shows it again.")
         return INTERRUPTED
     except BrokenPipeError:  # of this command's own output
