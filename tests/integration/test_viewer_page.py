@@ -113,7 +113,7 @@ def test_notebook_shows_curves_and_timeline_of_a_loaded_run(browser: Any, runs: 
         frame.locator(".uplot canvas").first.wait_for()
         tab.take_picture(tmp_path / "output.png")
         assert frame.locator("#timeline svg .died").count() == 1
-        assert "failed" in tab.text("table caption") and "hunter2" not in tab.page.content()
+        assert "failed" in tab.text("pre") and "hunter2" not in tab.page.content()
         assert tab.complaints == []
 
 

@@ -1,0 +1,169 @@
+// The curves of metrics, of pace and of load.
+"use strict";
+
+const FIRST_METRICS = 6, RANKS_EVERY_MS = 5000;
+addState("filter", "");
+addState("all", false);
+addState("ranks", []);
+
+function rank(name) {  // what most people look at comes first
+  const order = [/loss|error|perplex|ppl/i, /acc|score|f1|reward|auc|bleu|iou/i, /^lr$|learning_rate/i];
+  const found = order.findIndex(pattern => pattern.test(name));
+  return /(^|\/)(epoch|step)$/.test(name) ? order.length + 1 : found < 0 ? order.length : found;
+}
+function metricNames() {
+  const names = new Set();
+  for (const run of selected()) for (const name of run.metrics) if (!AUTOMATIC.has(name)) names.add(name);
+  const all = [...names];
+  return all.map((name, place) => [rank(name), place, name]).sort((a, b) => a[0] - b[0] || a[1] - b[1]).map(entry => entry[2]);
+}
+function curvesOf(name) {
+  const runs = selected(), found = [];
+  for (const run of runs) {
+    const style = run.style;
+    if (state.ranks.includes(name) && run.hasRanks(name)) {
+      const curves = run.rankCurves.get(name);
+      if (!curves) continue;
+      const all = colours();
+      Object.entries(curves.values).forEach(([rankNumber, curve], i) => found.push({
+        label: runs.length > 1 ? `${run.name}, rank ${rankNumber}` : `rank ${rankNumber}`,
+        colour: runs.length > 1 ? style.colour : all[i % all.length],
+        dash: i % 2 || i >= all.length ? [3 + i, 4] : undefined, ...curve }));
+    } else if (run.columns.has(name)) {
+      found.push({ label: runs.length > 1 ? run.name : name, colour: style.colour, dash: style.dash, x: run.x(state.x), y: run.column(name) });
+    }
+  }
+  return found;
+}
+async function loadRanks(name) {
+  for (const run of selected()) {
+    const known = run.rankCurves.get(name);
+    if (!run.hasRanks(name) || (known && (known.version === run.version || (!run.isOver && Date.now() - known.time < RANKS_EVERY_MS)))) continue;
+    let answer;
+    try {
+      answer = MODE === "file" ? rankCurvesOfFile(run, name) : await get(`api/runs/${run.id}/ranks?metric=${encodeURIComponent(name)}`);
+    } catch (error) { showProblem(textOf(error)); }
+    if (!answer) continue;
+    const iterations = run.iterations.get(), xs = run.x(state.x), values = {};
+    const thinned = answer.step > 1 ? xs.filter((_, i) => i % answer.step === 0) : xs;
+    const xOf = new Map();
+    for (const [rankNumber, curve] of Object.entries(answer.curves)) {
+      if (curve.x && !xOf.size) iterations.forEach((iteration, i) => xOf.set(iteration, xs[i]));
+      const y = decode(curve.y), x = curve.x ? decode(curve.x).map(iteration => xOf.get(iteration)) : thinned.slice(0, y.length);
+      values[rankNumber] = { x, y };
+    }
+    run.rankCurves.set(name, { version: run.version, time: Date.now(), values });
+  }
+}
+function rankCurvesOfFile(run, name) {
+  const element = run.rankElements.get(name);
+  return element ? JSON.parse(byId(element).textContent) : null;
+}
+function marksOf(name, xKind) {
+  const found = [];
+  for (const run of selected()) {
+    const nonfinite = run.nonfinite.get(name);
+    if (!nonfinite) continue;
+    const iterations = run.iterations.get(), xs = run.x(xKind);
+    for (const [iteration, text] of nonfinite.first) found.push([xs[iterations.indexOf(iteration)], text]);
+  }
+  return found.filter(([x]) => x !== undefined).sort((a, b) => a[0] - b[0]);
+}
+function nonfiniteNote(name) {
+  return selected().filter(run => run.nonfinite.has(name)).map(run => {
+    const { count, first } = run.nonfinite.get(name), [iteration, text] = first[0];
+    const prefix = selected().length > 1 ? `${run.name}: ` : "";
+    return `${prefix}${count} value${count > 1 ? "s are" : " is"} not finite, first ${text} at iteration ${iteration}.`;
+  }).join(" ");
+}
+
+function keepCharts(parent, names, make) {  // the charts in `parent` become those of `names`, in that order
+  const wanted = new Set(names.map(name => `${parent.id} ${name}`));
+  for (const [key, chart] of page.charts) {
+    if (key.startsWith(`${parent.id} `) && !wanted.has(key)) { chart.remove(); page.charts.delete(key); }
+  }
+  names.forEach((name, place) => {
+    const key = `${parent.id} ${name}`;
+    if (!page.charts.has(key)) page.charts.set(key, make(name));
+    const chart = page.charts.get(key);
+    if (parent.children[place] !== chart.element) parent.insertBefore(chart.element, parent.children[place] || null);
+    chart.refresh();
+  });
+}
+function metricChart(name, title = name, unit = unitOf(name)) {
+  const button = h("button", { type: "button", text: "per rank", "aria-pressed": state.ranks.includes(name), onclick: async () => {
+    setState({ ranks: state.ranks.includes(name) ? state.ranks.filter(other => other !== name) : [...state.ranks, name] });
+    button.setAttribute("aria-pressed", state.ranks.includes(name));
+    if (state.ranks.includes(name)) await loadRanks(name);
+    chart.refresh();
+  } });
+  const chart = new Chart({ name, title, unit, format: formatOf(name), canLog: title === name, button,
+    marks: xKind => marksOf(name, xKind), note: () => nonfiniteNote(name) }, () => curvesOf(name));
+  chart.button = button;
+  return chart;
+}
+
+function refreshRanks() {
+  for (const chart of page.charts.values()) {
+    if (!chart.button) continue;
+    chart.button.hidden = !selected().some(run => run.hasRanks(chart.options.name));
+    if (state.ranks.includes(chart.options.name)) loadRanks(chart.options.name).then(() => chart.refresh());
+  }
+}
+
+function showMetrics() {
+  showControls();
+  const names = metricNames(), words = state.filter.toLowerCase().split(/\s+/).filter(Boolean);
+  const matching = names.filter(name => words.every(word => name.toLowerCase().includes(word)));
+  const shown = state.all || words.length ? matching : matching.slice(0, FIRST_METRICS);
+  keepCharts(byId("charts"), shown, name => metricChart(name));
+  refreshRanks();
+  const more = matching.length - shown.length, button = byId("more");
+  button.hidden = words.length > 0 || names.length <= FIRST_METRICS;
+  button.textContent = state.all ? "Show fewer" : `Show ${more} more`;
+  const without = selected().filter(run => !run.iterations.get().length);
+  const notes = without.map(run => run.isOver ? `${run.name} ended before its first result.` : `${run.name} has no result yet.`);
+  if ([...page.runs.values()].some(run => run.isSelected && !run.facts)) notes.push("Reading the run's files.");
+  else if (!selected().length) notes.push("Select a run.");
+  else if (!names.length && !without.length) notes.push("The results have no numbers.");
+  else if (!matching.length && names.length) notes.push(`No metric of ${names.length} matches the filter.`);
+  byId("metrics-note").textContent = notes.join(" ");
+  byId("metrics-count").textContent = names.length ? `${shown.length} of ${names.length} metrics` : "";
+  const texts = selected().flatMap(run => Object.entries(run.texts).map(([name, text]) => [run.name, name, text]));
+  fill(byId("texts"), texts, () => texts.length ? h("details", {}, h("summary", { text: "Metrics that are not numbers, last values" }),
+    table(["run", "metric", "last value"], texts.map(row => row.map(text => cell(text))))) : []);
+}
+
+
+function showPace() {
+  const runs = selected(), has = name => runs.some(run => run.columns.has(name));
+  const names = ["data_wait_fraction", "time_this_iter_s", "world_size"].filter(has);
+  const titles = { data_wait_fraction: "Time spent waiting for data", time_this_iter_s: "Time for each result", world_size: "Workers" };
+  const loads = { rss_bytes: "Memory of workers", cpu_percent: "CPU of workers", gpu_memory_bytes: "GPU memory of workers", gpu_percent: "GPU use of workers" };
+  const samples = Object.keys(loads).filter(load => runs.some(run => Object.values(run.facts.samples).some(found => found[load])));
+  keepCharts(byId("pace"), [...names, ...samples], name => name in loads
+    ? new Chart({ name, title: loads[name], unit: unitOf(name), format: formatOf(name), xKind: "time" }, () => loadCurves(name))
+    : metricChart(name, titles[name]));
+  refreshRanks();
+  return names.length + samples.length > 0;
+}
+function loadCurves(load) {
+  const runs = selected(), all = colours(), found = [];
+  for (const run of runs) {
+    Object.entries(run.facts.samples).forEach(([rankNumber, columns], i) => {
+      if (!columns[load]) return;
+      found.push({ label: runs.length > 1 ? `${run.name}, rank ${rankNumber}` : `rank ${rankNumber}`,
+        colour: runs.length > 1 ? run.style.colour : all[i % all.length], dash: i >= all.length || (runs.length > 1 && i) ? [3 + i, 4] : undefined,
+        x: decode(columns.time).map(time => time - run.facts.started), y: decode(columns[load]) });
+    });
+  }
+  return found;
+}
+
+
+function showControls() {
+  if (document.activeElement !== byId("filter")) byId("filter").value = state.filter;
+  byId("x").value = state.x;
+  byId("log").checked = state.log;
+  byId("reset").disabled = !zoomRange();
+}
