@@ -163,7 +163,7 @@ class EventQueue:
         closes.clear()
 
     def _encode_readable(self, rows: list[Row]) -> bytes:
-        """Encode rows with images, or scalars on a device, which are read now; drop the first unreadable one and those after it."""
+        """Encode rows with images or scalars on a device, read now; drop the first unreadable one and those after it."""
         for number, row in enumerate(rows):
             try:
                 rows[number] = (*row[:2], read_deferred(row[2], self._keep_image))

@@ -60,7 +60,7 @@ class Image:
                 key="Image",
             )
         if values.dtype.kind in "fb":
-            values = np.nan_to_num(values.astype(np.float32)) * 255 + 0.5
+            values = np.clip(np.nan_to_num(values.astype(np.float32)), 0, 1) * 255 + 0.5
         self._pixels: np.ndarray[Any, Any] = np.clip(values, 0, 255).astype(np.uint8)
         digest = hashlib.sha256(repr(self._pixels.shape).encode() + self._pixels.tobytes()).hexdigest()
         self.name = f"{digest[:32]}.png"
@@ -103,8 +103,10 @@ class Histogram:
         found = found[np.isfinite(found)].astype(np.float64)
         low, high = (float(found.min()), float(found.max())) if found.size else (0.0, 1.0)
         if low == high:
-            low, high = low - 0.5, high + 0.5
-        counts, _ = np.histogram(found, bins, (low, high))
+            half_width = max(0.5, abs(low) * 1e-6)
+            low, high = low - half_width, high + half_width
+        places = (found / 2 - low / 2) / (high / 2 - low / 2)  # halves: the range may be wider than the largest float
+        counts = np.bincount(np.minimum((places * bins).astype(np.int64), bins - 1), minlength=bins)
         self.text = histogram_text(low, high, counts.tolist())
 
 

@@ -52,6 +52,9 @@ class Deferred:
         return self._read()
 
 
+_READ_LATER = frozenset({Deferred, Image})
+
+
 def copy_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of ``metrics`` in plain types.
 
@@ -105,7 +108,7 @@ def has_deferred(value: Any) -> bool:
     kind = type(value)
     if kind is dict:
         return any(map(has_deferred, value.values()))
-    return any(map(has_deferred, value)) if kind is list else kind is Deferred or kind is Image
+    return any(map(has_deferred, value)) if kind is list else kind in _READ_LATER
 
 
 def _copy(key: str, value: Any, depth: int) -> tuple[Any, int]:
@@ -131,14 +134,10 @@ def _copy(key: str, value: Any, depth: int) -> tuple[Any, int]:
         return float(value), 8
     if isinstance(value, (int, str)):  # the same: IntEnum, ...
         return _copy(key, _base_value(value), depth)
-    if kind is Image:
-        return value, len(value.text)
-    if kind is Histogram:
-        return value.text, len(value.text)
     scalar = _copy_scalar(value)
     if scalar is None:
         raise MetricError(f"report({key}=...) got {_describe(value)}, not a metric; {_advice(value)}.", key=key)
-    return (scalar[0], 8) if type(scalar[0]) is Deferred else _copy(key, scalar[0], depth)
+    return (scalar[0], 8) if type(scalar[0]) in _READ_LATER else _copy(key, scalar[0], depth)
 
 
 def _copy_mapping(key: str, value: Mapping[Any, Any], depth: int) -> tuple[dict[str, Any], int]:
@@ -194,7 +193,9 @@ def _without_deferred(value: Any) -> Any:
 
 
 def _copy_scalar(value: Any) -> tuple[Any] | None:
-    """Return the copy of a framework's scalar in a 1-tuple, or None if it is not a scalar of a known framework."""
+    """Return the copy of a framework's scalar, an image or a histogram in a 1-tuple; None if it is nothing of these."""
+    if isinstance(value, (Image, Histogram)):
+        return (value.text,) if isinstance(value, Histogram) else (value,)
     module = type(value).__module__.partition(".")[0]
     if getattr(value, "shape", None) not in ((), None) and tuple(value.shape) != ():
         return None
