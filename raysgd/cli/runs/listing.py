@@ -62,12 +62,19 @@ def age(then_s: float) -> str:
 @click.command("ls")
 @click.argument("folder", required=False)
 @click.option("--metric", metavar="NAME", help="The metric to show (default: the first one that is a number).")
+@click.option("--tag", "tags", multiple=True, metavar="TAG", help="Only runs with this tag; may be repeated.")
 @click.option("--live", "only_live", is_flag=True, help="Only runs that are live in the cluster.")
 @storage_flag
 @address_flag
 @json_flag
 def list_command(
-    folder: str | None, metric: str | None, only_live: bool, storage_path: str, address: str | None, as_json: bool
+    folder: str | None,
+    metric: str | None,
+    tags: tuple[str, ...],
+    only_live: bool,
+    storage_path: str,
+    address: str | None,
+    as_json: bool,
 ) -> int:
     """List the runs in FOLDER, or in the storage path, newest first, and those that are live in a running cluster.
 
@@ -80,6 +87,7 @@ def list_command(
     if cluster.connect(address) is not None:
         states = with_live(states, cluster.live_trainers())
     states = [state for state in states if state.is_live or not only_live]
+    states = [state for state in states if set(tags) <= set(state.annotations.tags)]
     for problem in problems:
         print_error(problem)
     if metric is not None and states and not any(metric in state.own_metrics for state in states):
