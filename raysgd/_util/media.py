@@ -7,6 +7,7 @@ import re
 #: The folder of the images in a run's folder.
 FOLDER = "media"
 _IMAGE = re.compile(rf"image:{FOLDER}/([0-9a-f]{{32}}\.png)")
+_IMAGES = re.compile(rf'{_IMAGE.pattern}|\["{_IMAGE.pattern}"(?:, ?"{_IMAGE.pattern}")*\]')
 _HISTOGRAM = re.compile(r"histogram:([^:,]+),([^:,]+):([0-9]+(?:,[0-9]+)*)")
 
 
@@ -15,10 +16,10 @@ def image_text(name: str) -> str:
     return f"image:{FOLDER}/{name}"
 
 
-def image_name(text: str) -> str | None:
-    """Return the name of the file that a text refers to; None if the text is another one."""
-    match = _IMAGE.fullmatch(text)
-    return match and match[1]
+def image_names(text: str) -> list[str]:
+    """Return the names of the files that a text refers to, or JSON of a list of such texts; none if it is another text."""
+    match = _IMAGES.fullmatch(text)
+    return _IMAGE.findall(text) if match else []
 
 
 def histogram_text(low: float, high: float, counts: list[int]) -> str:

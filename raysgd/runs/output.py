@@ -22,6 +22,8 @@ STREAMS = ("stdout", "stderr")
 #: Seconds for a node to answer; one that did not is not asked again for some time, whatever else was printed on it.
 _NODE_TIMEOUT_S = 20.0
 _ASK_AGAIN_S = 60.0
+#: Sizes that are kept for a rank; where there are more, every second one is removed.
+_MAX_SIZES = 4000
 #: Bytes that are read at once.
 _CHUNK_BYTES = 1 << 20
 #: Lines by which Ray's processes say who they are.
@@ -71,6 +73,38 @@ def find_parts(events: Sequence[Event]) -> list[Part]:
                 node = nodes.get(data["rank"], {})
                 found[key] = Part(*key, node.get("node", "?"), node.get("node_id", ""), path, size)
     return [found[key] for key in sorted(found)]
+
+
+class OutputTimes:
+    """Where the output of a run's workers is, and how much they had printed when, from its events in order.
+
+    Attributes:
+        sizes: For each rank ``[seconds since the epoch, attempt, bytes of stdout, bytes of stderr]``, in order.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, list[list[float]]] = {}
+        self._events: list[Event] = []
+        self._attempts: dict[int, int] = {}
+
+    def add(self, event: Event) -> None:
+        """Add an event; those that say nothing of output are ignored."""
+        data = event.data
+        if event.kind in ("worker_up", "entered", "left"):
+            self._events.append(event)
+            self._attempts[data["rank"]] = data.get("attempt", 0)
+            sizes = [size for _, size in data.get("output", ())]
+        else:
+            sizes = data.get("output_bytes", []) if event.kind == "sample" else []
+        if len(sizes) == len(STREAMS):
+            known = self.sizes.setdefault(data["rank"], [])
+            known.append([event.timestamp, self._attempts.get(data["rank"], 0), *sizes])
+            if len(known) > _MAX_SIZES:
+                del known[1::2]
+
+    def parts(self) -> list[Part]:
+        """Return the parts of the output; see `find_parts`."""
+        return find_parts(self._events)
 
 
 def read_part(path: str, begin: int, end: int | None) -> bytes | None:
@@ -133,6 +167,32 @@ class Reader:
         except RayError as error:
             raise GoneError(f"{part.path} cannot be read on {part.node}: {type(error).__name__}") from None
         return data
+
+
+def read_lines(reader: Reader, part: Part, begin: int, *, aligns: bool) -> tuple[list[tuple[int, str]], int]:
+    """Return complete lines of a part, with their places in the file, and the place that follows them.
+
+    Args:
+        reader: Reads the files.
+        part: What to read; at its end, a line may be without an end.
+        begin: The place to begin at.
+        aligns: Begin after the first end of a line.
+
+    Raises:
+        GoneError: The file or its node is gone.
+    """
+    data = reader.read(part, begin)
+    is_last = part.end is not None and begin + len(data) >= part.end
+    end = len(data) if is_last else data.rfind(b"\n") + 1
+    if end == 0 and len(data) == _CHUNK_BYTES:  # one line that is longer than what is read at once
+        end = len(data)
+    place = data.find(b"\n") + 1 if aligns else 0
+    found: list[tuple[int, str]] = []
+    for line in data[place:end].removesuffix(b"\n").split(b"\n") if place < end else []:
+        if (text := clean(line)) is not None:
+            found.append((begin + place, text))
+        place += len(line) + 1
+    return found, begin + end
 
 
 class Lines:

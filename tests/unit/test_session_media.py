@@ -1,4 +1,4 @@
-"""Images and histograms in reports: what is accepted, what a reader gets back, and what happens where a file cannot be written."""
+"""Images and histograms in reports: what is accepted, what readers get, and what happens where no file can be written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import raysgd
-from raysgd._util.media import image_name, parse_histogram
+from raysgd._util.media import image_names, parse_histogram
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import MetricError
 from raysgd.session.event_queue import EventQueue
@@ -89,8 +89,8 @@ def test_histogram_counts_each_finite_value_once(values: list[float], bins: int)
 
 @given(st.text())
 def test_texts_of_users_are_neither_images_nor_histograms_by_accident(text: str) -> None:
-    assert image_name(text) is None and parse_histogram(text) is None
-    assert image_name(f"image:media/../{text}") is None
+    assert not image_names(text) and parse_histogram(text) is None
+    assert not image_names(f"image:media/../{text}")
 
 
 def test_report_has_the_name_of_an_image_whose_file_is_written_before(tmp_path: Path) -> None:
@@ -103,10 +103,10 @@ def test_report_has_the_name_of_an_image_whose_file_is_written_before(tmp_path: 
     (reports,) = queue.drain(1)
     assert isinstance(reports, Reports)
     ((_, _, sent),) = json.loads(reports.rows)
-    names = [image_name(text) for text in sent["val"]["samples"]]
+    names = image_names(json.dumps(sent["val"]["samples"]))
     assert sent["loss"] == 1.0 and len(set(names)) == 2
-    assert sorted(path.name for path in (tmp_path / "media").iterdir()) == sorted(map(str, names))
-    assert np.array_equal(pixels_of((tmp_path / "media" / str(names[0])).read_bytes())[:, :, 0], np.eye(4) * 255)
+    assert sorted(path.name for path in (tmp_path / "media").iterdir()) == sorted(names)
+    assert np.array_equal(pixels_of((tmp_path / "media" / names[0]).read_bytes())[:, :, 0], np.eye(4) * 255)
 
 
 def test_report_continues_where_an_image_cannot_be_written(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ addSection("charts", { id: "metrics", title: "Metrics", show: showMetrics, conte
   h("p", { class: "soft small", text: "Drag over a curve to zoom, double-click to see all of it. "
     + "With the keyboard: + and - zoom, the arrow keys move, 0 shows all." }),
   h("p", { id: "metrics-note", class: "soft", role: "status" }),
-  h("div", { class: "charts", id: "charts" }), h("div", { id: "texts" })] });
+  h("div", { class: "charts", id: "charts" })] });
+addSection("charts", { id: "media", title: "Images, texts and histograms", show: showMedia, content: [h("div", { id: "media" })] });
 addSection("charts", { id: "timeline", title: "Timeline", show: showTimeline, content: [h("div", { id: "timeline" })] });
 addSection("charts", { id: "pace", title: "Data wait, pace and memory", show: showPace, content: [h("div", { class: "charts", id: "pace" })] });
 addSection("charts", { id: "config", title: "Config", show: showConfig, content: [

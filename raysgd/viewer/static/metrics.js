@@ -129,9 +129,6 @@ function showMetrics() {
   else if (!matching.length && names.length) notes.push(`No metric of ${names.length} matches the filter.`);
   byId("metrics-note").textContent = notes.join(" ");
   byId("metrics-count").textContent = names.length ? `${shown.length} of ${names.length} metrics` : "";
-  const texts = selected().flatMap(run => Object.entries(run.texts).map(([name, text]) => [run.name, name, text]));
-  fill(byId("texts"), texts, () => texts.length ? h("details", {}, h("summary", { text: "Metrics that are not numbers, last values" }),
-    table(["run", "metric", "last value"], texts.map(row => row.map(text => cell(text))))) : []);
 }
 
 
