@@ -19,7 +19,7 @@ addSection("search", { id: "scatter", title: "Config against metric", show: show
 addSection("search", { id: "lineage", title: "Lineage", show: showLineage, content: [h("div", { id: "lineage" })] });
 addSection("search", { id: "trials", title: "Trials", show: showTrials, content: [searchGrid.element] });
 
-// The trials of the search that is shown: of each trial the newest run. Without a search, all runs that the table finds.
+// The trials of the search that is shown: of each trial the newest run that has reported. Without a search, all runs that are found.
 function searchNames() {
   const counts = new Map();
   for (const run of listedRuns()) {
@@ -30,18 +30,23 @@ function searchNames() {
 }
 const runsOfSearch = () => viewArgument ? listedRuns().filter(run => parentOf(parentOf(pathOf(run))) === viewArgument) : found();
 function trialsOf() {
-  const newest = new Map();
-  for (const run of runsOfSearch()) {
-    const trial = viewArgument ? parentOf(pathOf(run)) : pathOf(run), other = newest.get(trial);
-    if (!other || pathOf(other).localeCompare(pathOf(run), undefined, { numeric: true }) < 0) newest.set(trial, run);
-  }
-  return [...newest.values()];
+  if (!viewArgument) return found();
+  const trials = new Map(), order = run => [Object.keys(run.row.metrics || {}).length ? 1 : 0, pathOf(run)];
+  for (const run of runsOfSearch()) trials.set(parentOf(pathOf(run)), [...(trials.get(parentOf(pathOf(run))) || []), run]);
+  return [...trials.values()].map(runs => runs.reduce((a, b) => {
+    const [x, nameOfA] = order(a), [y, nameOfB] = order(b);
+    return y > x || (x === y && nameOfA.localeCompare(nameOfB, undefined, { numeric: true }) < 0) ? b : a;
+  }));
 }
 const searchMetric = trials => {
   const all = columnsOf(trials).filter(column => ["last", "min", "max"].includes(splitColumn(column)[0]) && trials.some(run => isFiniteNumber(valueOf(run, column))));
   return [all.includes(state.metric) ? state.metric : all[0], all];
 };
-const searchAxes = trials => columnsOf(trials).filter(column => column.startsWith("config:") && varies(trials, column)).slice(0, 12);
+function searchAxes(trials) {  // what differs, and most trials have
+  const differing = columnsOf(trials).filter(column => column.startsWith("config:") && new Set(trials.map(run => valueOf(run, column)).filter(value => value !== undefined)).size > 1);
+  const common = differing.filter(column => 2 * trials.filter(run => valueOf(run, column) !== undefined).length >= trials.length);
+  return (common.length ? common : differing).slice(0, 12);
+}
 function searchColumns() {
   const trials = trialsOf(), [metric] = searchMetric(trials);
   return ["state", "iteration", ...searchAxes(trials), ...(metric ? [metric] : [])];
@@ -66,9 +71,9 @@ function axisOf(runs, column) {
   const bounds = numbers.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
   if (numbers.length && !others.length) {
     const [low, high] = bounds, isLog = low > 0 && high / low > 50, scale = value => isLog ? Math.log(value) : value;
-    const width = scale(high) - scale(low), back = place => low === high ? low : isLog ? Math.exp(scale(low) + place * width) : low + place * width;
+    const distinct = [...new Set(numbers)].sort((a, b) => a - b), width = scale(high) - scale(low), back = place => isLog ? Math.exp(scale(low) + place * width) : low + place * width;
     return { column, isLog, at: value => { const found = asNumber(value); return isFiniteNumber(found) ? width > 0 ? (scale(found) - scale(low)) / width : 0.5 : null; },
-             ticks: (low === high ? [0.5] : [0, 0.25, 0.5, 0.75, 1]).map(place => [place, shownValue(Number(back(place).toPrecision(3)), column)]) };
+             ticks: distinct.length <= 8 ? distinct.map(value => [width > 0 ? (scale(value) - scale(low)) / width : 0.5, shownValue(value, column)]) : [0, 0.25, 0.5, 0.75, 1].map(place => [place, shownValue(Number(back(place).toPrecision(3)), column)]) };
   }
   const names = [...new Set(values.filter(value => value !== undefined && !Number.isNaN(value)).map(value => shownValue(value, column)))]
     .sort((a, b) => a.localeCompare(b, undefined, { numeric: true })), places = new Map(names.map((name, i) => [name, names.length > 1 ? i / (names.length - 1) : 0.5]));
@@ -76,6 +81,7 @@ function axisOf(runs, column) {
   return { column, isLog: false, at: value => value === undefined ? null : places.get(shownValue(value, column)) ?? null,
            ticks: names.filter((_, i) => i % step === 0).map(name => [places.get(name), name]) };
 }
+const innerWidthOf = view => views.get(view).element.clientWidth - 32;  // of a section, also of one that is still hidden
 const clipText = (text, length) => text.length > length ? `${text.slice(0, length - 1)}…` : text;
 // From blue to yellow, which people with any kind of colour vision can tell apart, in a lightness that both themes bear.
 function shade(place) {
@@ -96,7 +102,7 @@ function showParallel() {
   fill(byId("metric"), metrics, () => metrics.map(column => h("option", { value: column, text: titleOf(column) })));
   if (metric) byId("metric").value = metric;
   byId("brush-reset").disabled = !brushes.size;
-  const width = byId("parallel").clientWidth;
+  const width = innerWidthOf("search");
   fill(byId("parallel"), [trials.map(run => [run.id, run.row.version]), columns, [...brushes], width, isDark()], () => parallelOf(trials, columns, metric, width));
 }
 function parallelOf(trials, columns, metric, outerWidth) {
@@ -150,7 +156,7 @@ function showScatter() {
   fill(byId("against"), configs, () => configs.map(column => h("option", { value: column, text: titleOf(column) })));
   if (against) byId("against").value = against;
   if (!metric || !against) return false;
-  const width = byId("scatter").clientWidth;
+  const width = innerWidthOf("search");
   fill(byId("scatter"), [trials.map(run => [run.id, run.row.version]), metric, against, width, isDark()], () => scatterOf(trials, against, metric, width));
 }
 function scatterOf(trials, against, metric, outerWidth) {
@@ -158,7 +164,8 @@ function scatterOf(trials, against, metric, outerWidth) {
   const xOf = place => left + place * (width - left - 40), yOf = place => bottom - place * (bottom - top);
   const picture = svg("svg", { class: "plot-svg", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": `${titleOf(metric)} against ${titleOf(against)}` });
   for (const [place, text] of yAxis.ticks) picture.append(svg("line", { class: "grid-line", x1: left, x2: width - 40, y1: yOf(place), y2: yOf(place) }), svgText(clipText(text, 9), left - 8, yOf(place) + 4, "end"));
-  for (const [place, text] of xAxis.ticks) picture.append(svg("line", { class: "grid-line", x1: xOf(place), x2: xOf(place), y1: top, y2: bottom }), svgText(clipText(text, 12), xOf(place), bottom + 18));
+  const xTicks = xAxis.ticks.filter((_, i) => width > 500 || xAxis.ticks.length < 4 || i % 2 === 0);
+  for (const [place, text] of xTicks) picture.append(svg("line", { class: "grid-line", x1: xOf(place), x2: xOf(place), y1: top, y2: bottom }), svgText(clipText(text, 12), xOf(place), bottom + 18));
   picture.append(svgText(`${titleOf(against)}${xAxis.isLog ? ", logarithmic" : ""}`, (left + width - 40) / 2, height - 8));
   const points = trials.map(run => [run, xAxis.at(valueOf(run, against)), yAxis.at(valueOf(run, metric))]).filter(([, x, y]) => x !== null && y !== null);
   for (const [run, x, y] of points) {
@@ -177,7 +184,7 @@ function scatterOf(trials, against, metric, outerWidth) {
 // Each trial is a lane, each of its runs a bar over its iterations. A line leads to a run from the trial that it continues.
 function showLineage() {
   const runs = viewArgument ? runsOfSearch() : [], copies = runs.filter(run => trialOfSource(run) && trialOfSource(run) !== parentOf(pathOf(run)));
-  const width = byId("lineage").clientWidth;
+  const width = innerWidthOf("search");
   fill(byId("lineage"), [runs.map(run => [run.id, run.row.version]), width, isDark()], () => copies.length ? lineageOf(runs, copies, width) : []);
   return copies.length > 0;
 }
