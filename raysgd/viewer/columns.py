@@ -31,7 +31,8 @@ class Columns:
 
     Attributes:
         iterations: The iterations, ascending.
-        numbers: The values by metric, in the order of ``iterations``. NaN stands for a missing or a not finite value.
+        numbers: The values by metric, in the order of ``iterations``. NaN stands for a missing
+            value, infinity for one that is not finite, whichever it is.
         nonfinite: The reported values that are not finite: ``(iteration, "NaN" or "Infinity" or "-Infinity")``, by metric.
         texts: The values of each other metric as text, by iteration: plain text, or what `raysgd._util.media` makes.
     """
@@ -55,9 +56,9 @@ class Columns:
                 number = as_float(value)
                 if name not in numbers:
                     numbers[name] = array("d", [math.nan]) * len(self.iterations)
-                if math.isfinite(number):
-                    numbers[name][place] = number
-                else:
+                is_finite = math.isfinite(number)
+                numbers[name][place] = number if is_finite else math.inf
+                if not is_finite:
                     self.nonfinite.setdefault(name, {})[iteration] = json.dumps(number)
             elif value is not None and self._keeps_texts:
                 text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -108,7 +109,7 @@ def encode(values: Any, *, is_time: bool = False) -> dict[str, str]:
     """Return numbers as base64 of little-endian floats, with 4 bytes each where that is exact enough for a curve.
 
     Args:
-        values: The numbers; NaN stands for a missing one.
+        values: The numbers; NaN stands for a missing one, infinity for one that is not finite.
         is_time: They are seconds since the epoch, which need 8 bytes.
     """
     numbers = np.asarray(values, dtype="<f8")

@@ -28,7 +28,7 @@ from raysgd.viewer.table import row_of
 
 _BODY = """\
 <header><h1>{title}</h1><span class="soft small" id="folder">{folder}</span>
-<nav id="navigation" aria-label="Views"></nav></header>
+<nav id="navigation" aria-label="Views"></nav><span id="tools"></span></header>
 <main>
 <div class="banner" id="banner" role="alert" hidden></div>
 <div id="views"></div>
@@ -53,6 +53,7 @@ _SCRIPTS = (
     "table_view.js",
     "search_view.js",
     "logs_view.js",
+    "keys.js",
     "start.js",
 )
 _HEAD_SCRIPT = "theme.js"
@@ -63,8 +64,12 @@ _MAX_FRAME_CHARACTERS = 4_000_000
 _MAX_IMAGE_CHARACTERS = 20_000_000
 
 
-def write_file(runs: Sequence[RunData]) -> Iterator[str]:
+def write_file(runs: Sequence[RunData], *, is_frame: bool = False) -> Iterator[str]:
     """Yield the text of a page that holds these runs.
+
+    Args:
+        runs: The runs.
+        is_frame: The page is part of another one that has a header: only curves, timeline and tables are shown.
 
     Raises:
         CheckpointNotFoundError: A folder is not a run's folder.
@@ -72,7 +77,7 @@ def write_file(runs: Sequence[RunData]) -> Iterator[str]:
     answers = [run.read(is_final=True) for run in runs]
     names = [str(answer["facts"]["name"]) for answer in answers]
     title = names[0] if len(names) == 1 else f"{len(names)} runs"
-    yield _head("file", title)
+    yield _head("file", title, ' data-frame="1"' if is_frame else "")
     yield _body(title, "")
     for place, (run, answer) in enumerate(zip(runs, answers, strict=True)):
         columns = answer.get("results", {}).get("columns", {})
@@ -126,18 +131,19 @@ def write_frame(run_dir: str) -> str:
     if not os.path.isdir(run_dir):
         return ""
     try:
-        text = "".join(write_file([RunData(Storage.from_uri(run_dir))]))
+        text = "".join(write_file([RunData(Storage.from_uri(run_dir))], is_frame=True))
     except RaySGDError:
         return ""
     if len(text) > _MAX_FRAME_CHARACTERS:
         return f"<p>Curves and timeline: <code>raysgd report {html.escape(run_dir)}</code></p>"
     style = "width:100%;height:640px;border:1px solid #8884"
-    return f'<iframe sandbox="allow-scripts" style="{style}" title="Page of the run" srcdoc="{html.escape(text)}"></iframe>'
+    return f'<iframe sandbox="allow-scripts allow-downloads allow-modals" style="{style}" title="Page of the run" srcdoc="{html.escape(text)}"></iframe>'
 
 
 def live_page(folder: str, token: str, *, is_editable: bool) -> str:
     """Return the text of the page that asks a server for its runs, and with ``is_editable`` also to change them."""
-    return _head("live", f"Runs in {folder}", token, is_editable=is_editable) + _body("Runs", folder) + _scripts()
+    data = f' data-token="{html.escape(token)}"' + " data-editable" * is_editable
+    return _head("live", f"Runs in {folder}", data) + _body("Runs", folder) + _scripts()
 
 
 def content_security_policy(*, is_live: bool) -> str:
@@ -148,10 +154,8 @@ def content_security_policy(*, is_live: bool) -> str:
     return policy + ("; connect-src 'self'" if is_live else "")
 
 
-def _head(mode: str, title: str, token: str = "", *, is_editable: bool = False) -> str:
+def _head(mode: str, title: str, data: str = "") -> str:
     policy = content_security_policy(is_live=mode == "live")
-    data = f' data-token="{html.escape(token)}"' if token else ""
-    data += " data-editable" if is_editable else ""
     return (
         f'<!doctype html>\n<html lang="en" data-mode="{mode}"{data}>\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
@@ -182,7 +186,7 @@ def _static(name: str) -> str:
 
 
 def _style() -> str:
-    return f"{_static('uPlot.min.css')}\n{_static('page.css')}"
+    return "\n".join(map(_static, ("uPlot.min.css", "page.css", "views.css")))
 
 
 @functools.cache

@@ -9,6 +9,7 @@ function h(tag, props, ...children) {
   for (const [name, value] of Object.entries(props || {})) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "text") element.textContent = value;
+    else if (name.startsWith("aria-") && typeof value === "boolean") element.setAttribute(name, String(value));
     else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
   element.append(...children.filter(child => child !== null && child !== undefined));
@@ -34,6 +35,23 @@ function seconds(value) {
   const whole = Math.round(value), hours = Math.floor(whole / 3600), rest = String(whole % 60).padStart(2, "0");
   const minutes = Math.floor(whole / 60) % 60;
   return hours ? `${hours}:${String(minutes).padStart(2, "0")}:${rest} h` : `${minutes}:${rest} min`;
+}
+// The distances of ticks on an axis of seconds, and the texts of ticks, all with one unit.
+const TIME_STEPS = [...[-9, -8, -7, -6, -5, -4, -3, -2, -1].flatMap(power => [1, 2, 5].map(digit => Number(`${digit}e${power}`))), 1, 2, 5, 10, 15, 30, 60, 120, 300,
+  600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, ...[1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].map(days => days * 86_400)];
+function secondTicks(values) {
+  const shown = values.filter(value => value !== null), largest = Math.max(...shown.map(Math.abs));
+  const two = value => String(value).padStart(2, "0");
+  const step = shown.length > 1 ? Math.abs(shown[1] - shown[0]) : largest;
+  const textOf = value => {
+    if (largest < 1e-3) return `${number(value * 1e6)} \u00b5s`;
+    if (largest < 1) return `${number(value * 1e3)} ms`;
+    if (largest < 120 || value < 0 || step < 1) return `${number(value)} s`;
+    const whole = Math.round(value), minutes = Math.floor(whole / 60);
+    if (largest < 7200) return `${minutes}:${two(whole % 60)} min`;
+    return `${Math.floor(minutes / 60)}:${two(minutes % 60)}${step < 60 ? `:${two(whole % 60)}` : ""} h`;
+  };
+  return values.map(value => value === null ? "" : textOf(value));
 }
 function bytes(value) {
   if (value === null || value === undefined) return "–";
@@ -68,8 +86,9 @@ function unitOf(name) {
 
 const cell = (text, kind) => h("td", { class: kind || "text", text });
 function table(heads, rows, label) {
+  const first = rows.length ? (rows[0] instanceof Node ? [...rows[0].children] : rows[0]) : [];
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label || heads.join(", ") },
-    h("table", {}, h("thead", {}, h("tr", {}, ...heads.map(head => h("th", { scope: "col", text: head })))),
+    h("table", {}, h("thead", {}, h("tr", {}, ...heads.map((head, place) => h("th", { scope: "col", class: first[place]?.className === "number" ? "number" : null, text: head })))),
       h("tbody", {}, ...rows.map(row => row instanceof Node ? row : h("tr", {}, ...row)))));
 }
 // Fill an element if what it shows has changed. Open details, scroll positions and the focus stay.

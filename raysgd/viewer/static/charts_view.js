@@ -9,18 +9,17 @@ addSection("charts", { id: "metrics", title: "Metrics", show: showMetrics, conte
   h("div", { class: "bar" },
     h("label", {}, "Filter ", h("input", { type: "search", id: "filter", placeholder: "part of a name",
       oninput: event => { setState({ filter: event.target.value }); show("metrics"); } })),
-    h("label", {}, "Horizontal ", h("select", { id: "x", onchange: event => { setZoom(null); setState({ x: event.target.value });
-        for (const run of page.runs.values()) run.rankCurves.clear();
-        show("metrics", "pace"); } },
-      h("option", { value: "iteration", text: "iteration" }), h("option", { value: "time", text: "time since the start" }),
-      h("option", { value: "training", text: "training time" }))),
+    h("label", {}, "Horizontal ", h("select", { id: "x", onchange: event => { setZoom(null); setState({ x: event.target.value }); show("metrics", "pace"); } })),
+    h("label", {}, "Smoothing ", h("input", { type: "range", id: "smooth", min: 0, max: 0.99, step: 0.01,
+      oninput: event => { setState({ smooth: Number(event.target.value) }); show("metrics"); } }), h("output", { id: "smooth-value", for: "smooth" })),
     h("label", {}, h("input", { type: "checkbox", id: "log",
       onchange: event => { setState({ log: event.target.checked }); show("metrics"); } }), " logarithmic"),
+    h("label", { title: "The range of a curve is that of 90 % of its values." }, h("input", { type: "checkbox", id: "clip",
+      onchange: event => { setState({ clip: event.target.checked }); show("metrics"); } }), " clip outliers"),
     h("button", { type: "button", id: "reset", disabled: true, text: "Reset zoom", onclick: () => setZoom(null) }),
     h("button", { type: "button", id: "more", hidden: true, onclick: () => { setState({ all: !state.all }); show("metrics"); } }),
     h("span", { class: "soft small", id: "metrics-count", role: "status" })),
-  h("p", { class: "soft small", text: "Drag over a curve to zoom, double-click to see all of it. "
-    + "With the keyboard: + and - zoom, the arrow keys move, 0 shows all." }),
+  h("p", { class: "soft small screen", text: "Drag over a curve to zoom, double-click to see all of it. Press ? for the keys." }),
   h("p", { id: "metrics-note", class: "soft", role: "status" }),
   h("div", { class: "charts", id: "charts" })] });
 addSection("charts", { id: "media", title: "Images, texts and histograms", show: showMedia, content: [h("div", { id: "media" })] });

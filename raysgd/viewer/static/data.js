@@ -15,7 +15,10 @@ function decode(encoded) {
   const isShort = encoded.type === "f4", kind = isShort ? Float32Array : Float64Array;
   const found = new kind(raw.buffer, raw.byteOffset, raw.length / (isShort ? 4 : 8));
   const values = new Array(found.length);
-  for (let i = 0; i < found.length; i++) values[i] = found[i] !== found[i] ? null : found[i];  // NaN: missing
+  for (let i = 0; i < found.length; i++) {  // NaN: not reported, a line goes on; infinite: reported and not finite, a gap
+    const value = found[i];
+    values[i] = value !== value ? undefined : value === Infinity || value === -Infinity ? null : value;
+  }
   return values;
 }
 
@@ -27,7 +30,7 @@ class Column {  // decoded when it is first drawn
       const values = this.values, found = decode(encoded);
       if (!values.length && !place) { this.values = found; continue; }
       values.length = Math.min(values.length, place);
-      while (values.length < place) values.push(null);
+      while (values.length < place) values.push(undefined);
       for (const value of found) values.push(value);
     }
     this.chunks = [];
@@ -35,10 +38,22 @@ class Column {  // decoded when it is first drawn
   }
 }
 
-// Colours of Okabe and Ito, which people with any kind of colour vision can tell apart; a second round is dashed.
-const COLOURS = { light: ["#0072b2", "#d55e00", "#007a5a", "#a8487f", "#8a6d00", "#2f4b7c", "#5b5b5b", "#00838f"],
-                  dark: ["#56b4e9", "#ff9955", "#2ed3a2", "#e39ac4", "#f0e442", "#9db7ff", "#c4c4c4", "#4dd0e1"] };
+// The first eight colours are those of Okabe and Ito, which people with any kind of colour vision can tell apart. The others are
+// as far from each other as they can be with a contrast of 3:1 and more. A run after the last colour has another dash.
+const COLOURS = {
+  light: ["#0072b2", "#d55e00", "#007a5a", "#a8487f", "#8a6d00", "#2f4b7c", "#5b5b5b", "#00838f", "#9c6bff", "#0f3805", "#620a26", "#77009a",
+          "#f64e91", "#539e08", "#a20a01", "#9886ad", "#3302a2", "#5446d5", "#348ff9", "#471b61", "#9e3bc3", "#979066", "#851e5a", "#6a3a06"],
+  dark: ["#56b4e9", "#ff9955", "#2ed3a2", "#e39ac4", "#f0e442", "#9db7ff", "#c4c4c4", "#4dd0e1", "#767700", "#8e4fdf", "#d8254f", "#347a9f",
+         "#a9797c", "#33ab00", "#d850c1", "#b4b52d", "#2778fa", "#50a187", "#b180fc", "#e46212", "#85e243", "#f86685", "#f67ffe", "#b18827"] };
+const DASHES = [undefined, [7, 4], [2, 3], [9, 3, 2, 3]];
 const colours = () => COLOURS[isDark() ? "dark" : "light"];
+const styleOf = place => ({ colour: colours()[place % colours().length], dash: Math.floor(place / colours().length) % DASHES.length });
+// The style of one of several curves of a run: further towards black, or white, and another dash.
+function shaded({ colour }, place, count) {
+  const share = count > 1 ? 0.65 * place / (count - 1) : 0, end = isDark() ? 255 : 0;
+  const parts = [1, 3, 5].map(i => Math.round(Number.parseInt(colour.slice(i, i + 2), 16) * (1 - share) + end * share));
+  return { colour: `#${parts.map(part => part.toString(16).padStart(2, "0")).join("")}`, dash: place % DASHES.length };
+}
 
 class Run {
   constructor(id, name, key) {
@@ -49,10 +64,7 @@ class Run {
     this.columns = new Map();
   }
   get isOver() { return ["done", "stopped", "cancelled", "error"].includes(this.state); }
-  get style() {
-    const all = colours();
-    return { colour: all[this.place % all.length], dash: this.place >= all.length ? [6, 4] : undefined };
-  }
+  get style() { return styleOf(this.place); }
   take(answer) {  // returns whether anything has changed
     const before = this.state;
     this.state = answer.state; this.cursor = answer.cursor; this.updated = answer.updated; this.isClosed = answer.is_closed;
@@ -80,6 +92,7 @@ class Run {
   x(kind) {
     if (kind === "iteration") return this.iterations.get();
     if (kind === "training") return this.column("time_total_s") || [];
+    if (kind.startsWith("metric:")) return this.column(kind.slice("metric:".length)) || [];
     const started = this.facts ? this.facts.started : 0;
     return (this.column("timestamp") || []).map(time => time - started);
   }

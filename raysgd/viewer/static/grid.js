@@ -51,15 +51,15 @@ class Grid {
     const { row } = run, box = h("input", { type: "checkbox", id: `${this.options.label}-compare-${run.id}`, "aria-label": `Compare ${run.name}`,
       onchange: () => select(run, box.checked) });
     box.checked = run.isSelected;
-    const swatch = h("span", { class: "swatch" });
-    Object.assign(swatch.style, { borderTopColor: run.isSelected ? run.style.colour : "transparent", borderTopStyle: run.style.dash ? "dashed" : "solid" });
+    const line = swatch(run.style);
+    line.style.visibility = run.isSelected ? "" : "hidden";
     const cells = columns.map(column => {
       const value = valueOf(run, column), text = shownValue(value, column), isNumber = typeof value === "number";
       const kind = column === "state" ? stateTextOf(run)[1] : isNumber ? "number" : "";
       return h("td", { class: kind, title: column === "state" && row.why ? row.why : text.length > 24 ? text : null, text });
     });
     return h("tr", { "aria-rowindex": place + 2, class: run.isSelected ? "selected" : null }, h("td", {}, box),
-      h("th", { scope: "row", title: row.run_dir || run.name }, swatch, h("button", { type: "button", class: "name", id: `${this.options.label}-only-${run.id}`,
+      h("th", { scope: "row", title: row.run_dir || run.name }, line, h("button", { type: "button", class: "name", id: `${this.options.label}-only-${run.id}`,
         text: run.name, onclick: () => openRun(run) })), ...cells,
       ...(this.options.actions ? [h("td", {}, this.options.actions(run))] : []));
   }

@@ -2,6 +2,7 @@
 "use strict";
 
 const FIRST_METRICS = 6, RANKS_EVERY_MS = 5000;
+const AXES = /(^|[\/_])(epoch|step|sample|token|example|batch)(e?s)?($|_)/i;  // metrics that are often the horizontal axis
 addState("filter", "");
 addState("all", false);
 addState("ranks", []);
@@ -20,18 +21,11 @@ function metricNames() {
 function curvesOf(name) {
   const runs = selected(), found = [];
   for (const run of runs) {
-    const style = run.style;
-    if (state.ranks.includes(name) && run.hasRanks(name)) {
-      const curves = run.rankCurves.get(name);
-      if (!curves) continue;
-      const all = colours();
-      Object.entries(curves.values).forEach(([rankNumber, curve], i) => found.push({
-        label: runs.length > 1 ? `${run.name}, rank ${rankNumber}` : `rank ${rankNumber}`,
-        colour: runs.length > 1 ? style.colour : all[i % all.length],
-        dash: i % 2 || i >= all.length ? [3 + i, 4] : undefined, ...curve }));
-    } else if (run.columns.has(name)) {
-      found.push({ label: runs.length > 1 ? run.name : name, colour: style.colour, dash: style.dash, x: run.x(state.x), y: run.column(name) });
-    }
+    if (!run.columns.has(name)) continue;
+    const xs = run.x(state.x), known = state.ranks.includes(name) && run.hasRanks(name) ? run.rankCurves.get(name) : null;
+    if (!known) { found.push({ label: runs.length > 1 ? run.key : name, ...run.style, x: xs, y: run.column(name) }); continue; }
+    known.curves.forEach(({ rank, places, y }, i) => found.push({ label: runs.length > 1 ? `${run.key}, rank ${rank}` : `rank ${rank}`,
+      ...(runs.length > 1 ? shaded(run.style, i, known.curves.length) : styleOf(i)), x: places ? places.map(place => xs[place]) : xs.slice(0, y.length), y }));
   }
   return found;
 }
@@ -44,16 +38,20 @@ async function loadRanks(name) {
       answer = MODE === "file" ? rankCurvesOfFile(run, name) : await get(`api/runs/${run.id}/ranks?metric=${encodeURIComponent(name)}`);
     } catch (error) { showProblem(textOf(error)); }
     if (!answer) continue;
-    const iterations = run.iterations.get(), xs = run.x(state.x), values = {};
-    const thinned = answer.step > 1 ? xs.filter((_, i) => i % answer.step === 0) : xs;
-    const xOf = new Map();
-    for (const [rankNumber, curve] of Object.entries(answer.curves)) {
-      if (curve.x && !xOf.size) iterations.forEach((iteration, i) => xOf.set(iteration, xs[i]));
-      const y = decode(curve.y), x = curve.x ? decode(curve.x).map(iteration => xOf.get(iteration)) : thinned.slice(0, y.length);
-      values[rankNumber] = { x, y };
-    }
-    run.rankCurves.set(name, { version: run.version, time: Date.now(), values });
+    const curves = Object.entries(answer.curves).map(([rank, curve]) => ({ rank, ...pointsOfRank(run, answer.step, curve) }));
+    run.rankCurves.set(name, { version: run.version, time: Date.now(), curves });
   }
+}
+// The values of a rank and the rows that they belong to (null: all). There is a gap where the group had no such rank.
+function pointsOfRank(run, step, curve) {
+  const y = decode(curve.y);
+  if (!curve.x) return { places: step > 1 ? y.map((_, i) => i * step) : null, y };
+  const placeOf = new Map(run.iterations.get().map((iteration, i) => [iteration, i])), places = [], values = [];
+  decode(curve.x).forEach((iteration, i, all) => {
+    if (i && iteration - all[i - 1] > step) { places.push(placeOf.get(all[i - 1]) + 1); values.push(null); }
+    places.push(placeOf.get(iteration)); values.push(y[i]);
+  });
+  return { places, y: values };
 }
 function rankCurvesOfFile(run, name) {
   const element = run.rankElements.get(name);
@@ -97,7 +95,7 @@ function metricChart(name, title = name, unit = unitOf(name)) {
     if (state.ranks.includes(name)) await loadRanks(name);
     chart.refresh();
   } });
-  const chart = new Chart({ name, title, unit, format: formatOf(name), canLog: title === name, button,
+  const chart = new Chart({ name, title, unit, format: formatOf(name), isMetric: title === name, button,
     marks: xKind => marksOf(name, xKind), note: () => nonfiniteNote(name) }, () => curvesOf(name));
   chart.button = button;
   return chart;
@@ -122,7 +120,9 @@ function showMetrics() {
   button.hidden = words.length > 0 || names.length <= FIRST_METRICS;
   button.textContent = state.all ? "Show fewer" : `Show ${more} more`;
   const without = selected().filter(run => !run.iterations.get().length);
+  const withoutX = selected().filter(run => run.iterations.get().length && !run.x(state.x).length).map(run => `${run.key} has no metric ${xLabelOf(state.x)}.`);
   const notes = without.map(run => run.isOver ? `${run.name} ended before its first result.` : `${run.name} has no result yet.`);
+  notes.push(...withoutX);
   if ([...page.runs.values()].some(run => run.isSelected && !run.facts)) notes.push("Reading the run's files.");
   else if (!selected().length) notes.push("Select a run.");
   else if (!names.length && !without.length) notes.push("The results have no numbers.");
@@ -145,22 +145,22 @@ function showPace() {
   return names.length + samples.length > 0;
 }
 function loadCurves(load) {
-  const runs = selected(), all = colours(), found = [];
-  for (const run of runs) {
-    Object.entries(run.facts.samples).forEach(([rankNumber, columns], i) => {
-      if (!columns[load]) return;
-      found.push({ label: runs.length > 1 ? `${run.name}, rank ${rankNumber}` : `rank ${rankNumber}`,
-        colour: runs.length > 1 ? run.style.colour : all[i % all.length], dash: i >= all.length || (runs.length > 1 && i) ? [3 + i, 4] : undefined,
-        x: decode(columns.time).map(time => time - run.facts.started), y: decode(columns[load]) });
-    });
-  }
-  return found;
+  const runs = selected();
+  return runs.flatMap(run => Object.entries(run.facts.samples).filter(([, columns]) => columns[load]).map(([rank, columns], i, all) => ({
+    label: runs.length > 1 ? `${run.key}, rank ${rank}` : `rank ${rank}`, ...(runs.length > 1 ? shaded(run.style, i, all.length) : styleOf(i)),
+    x: decode(columns.time).map(time => time - run.facts.started), y: decode(columns[load]) })));
 }
 
-
 function showControls() {
+  const names = metricNames().sort((a, b) => (AXES.test(b) - AXES.test(a)) || a.localeCompare(b)).map(name => `metric:${name}`);
+  if (state.x.startsWith("metric:") && !names.includes(state.x)) names.push(state.x);
+  const option = kind => h("option", { value: kind, text: xLabelOf(kind) });
+  fill(byId("x"), names, () => [...["iteration", "time", "training"].map(option), h("optgroup", { label: "metrics" }, ...names.map(option))]);
   if (document.activeElement !== byId("filter")) byId("filter").value = state.filter;
   byId("x").value = state.x;
   byId("log").checked = state.log;
+  byId("clip").checked = state.clip;
+  byId("smooth").value = state.smooth;
+  byId("smooth-value").value = state.smooth ? String(state.smooth) : "off";
   byId("reset").disabled = !zoomRange();
 }

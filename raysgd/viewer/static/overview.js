@@ -7,16 +7,16 @@ function showRuns() {
   const startedOf = run => (run.facts ? run.facts.started : run.started);
   fill(byId("runs"), runs.map(run => [run.id, run.name, run.state, run.isSelected, run.style, lastOf(run), startedOf(run), Math.round(run.updated)]), () => {
     if (!runs.length) return h("p", { class: "soft", text: MODE === "live" ? "There are no runs in this folder yet." : "No runs." });
-    return table(["", "run", "state", "iteration", "started", "last change"], runs.map(run => {
+    return table(["compare", "run", "state", "iteration", "started", "last change"], runs.map(run => {
       const [text, kind] = stateOf(run.state);
-      const box = h("input", { type: "checkbox", id: `select-${run.id}`, "aria-label": `Compare ${run.name}`, onchange: () => select(run, box.checked) });
+      const box = h("input", { type: "checkbox", id: `select-${run.id}`, "aria-label": `Compare ${run.key}`, onchange: () => select(run, box.checked) });
       box.checked = run.isSelected;
-      const swatch = h("span", { class: "swatch" });
-      Object.assign(swatch.style, { borderTopColor: run.isSelected ? run.style.colour : "transparent", borderTopStyle: run.style.dash ? "dashed" : "solid" });
-      return [h("td", {}, box), h("td", { class: "text" }, swatch, h("button", { type: "button", class: "name", id: `only-${run.id}`, text: run.name,
-          title: "Show this run alone", onclick: () => selectOnly(run) })),
+      const line = swatch(run.style);
+      line.style.visibility = run.isSelected ? "" : "hidden";
+      return [h("td", {}, box), h("td", { class: "text" }, h("div", { class: "run" }, line, h("button", { type: "button", class: "name", id: `only-${run.id}`,
+          text: run.key, title: "Show this run alone", onclick: () => selectOnly(run) }))),
         h("td", { class: kind, text }), cell(lastOf(run), "number"), cell(clock(startedOf(run)), ""), cell(clock(run.updated), "")];
-    }), "Runs");
+    }), "List of runs");
   });
 }
 async function select(run, isSelected) {

@@ -52,6 +52,7 @@ async function follow() {
   setTimeout(follow, POLL_MS);
 }
 
+makeTools();
 readAddress();
 addEventListener("hashchange", async () => { readAddress(); applySelection(); show(); await poll(); });
 systemIsDark.addEventListener("change", () => { applyTheme(); show(); });

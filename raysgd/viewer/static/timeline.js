@@ -12,9 +12,10 @@ function timelineOf(run) {
   const { workers, attempts, checkpoints, events, num_checkpoints: count } = run.facts.timeline;
   const start = run.facts.started || (workers[0] && workers[0].start) || 0, end = Math.max(run.updated, start + 0.001);
   const ranks = [...new Set(workers.map(life => life.rank))].sort((a, b) => a - b), lanes = ranks.slice(0, MAX_LANES);
-  const width = Math.max(280, byId("timeline").clientWidth), left = 78, laneHeight = 18, top = 22;
-  const height = top + (lanes.length + 1) * laneHeight + 24;
+  const width = Math.max(280, byId("timeline").clientWidth), left = 78, laneHeight = 18, labelHeight = 13;
   const at = time => left + (Math.min(Math.max(time, start), end) - start) / (end - start) * (width - left - 8);
+  const marks = marksOfEvents(events, at, width), top = 10 + labelHeight * Math.max(1, marks.numRows);
+  const height = top + (lanes.length + 1) * laneHeight + 24;
   const picture = svg("svg", { class: "timeline", viewBox: `0 0 ${width} ${height}`, height, role: "img",
     "aria-label": `Timeline of ${run.name}: ${workers.length} worker processes, ${attempts.length} attempts, ${count} checkpoints` });
   const title = text => { const element = svg("title", {}); element.textContent = text; return element; };
@@ -49,33 +50,27 @@ function timelineOf(run) {
     picture.append(svg("rect", { class: "saved", x: Math.min(from, to - 2), y, width: Math.max(2, to - from), height: 11 }));
     picture.lastChild.append(title(savedText(saved, start)));
   }
-  let lastLabel = -Infinity, lastMark = -Infinity;
-  for (const event of events) {
-    if (!Object.hasOwn(KINDS, event.kind)) continue;
-    const x = at(event.time);
-    if (x - lastMark < 1.5 && KINDS[event.kind] !== "bad") continue;
-    lastMark = x;
-    const colour = `var(--${KINDS[event.kind]})`, line = svg("line", { class: "event", x1: x, x2: x, y1: top - 8, y2: y + 12 });
+  for (const mark of marks.all) {
+    const colour = `var(--${mark.kind})`, row = mark.row === undefined ? marks.numRows - 1 : mark.row;
+    const line = svg("line", { class: "event", x1: mark.x, x2: mark.x, y1: 4 + labelHeight * row, y2: y + 12 });
     line.style.stroke = colour;
-    const group = svg("g", {}, title(`${event.kind.replaceAll("_", " ")} after ${seconds(event.time - start)}: ${event.text}`), line);
-    if (x - lastLabel > 62) {
-      const text = label(Math.min(x + 2, width - 60), 11, event.kind.replaceAll("_", " "));
-      text.style.fill = colour;
-      group.append(text);
-      lastLabel = x;
+    const group = svg("g", {}, title(`${mark.label} after ${seconds(mark.event.time - start)}: ${mark.event.text}`), line);
+    if (mark.row !== undefined) {
+      group.append(label(mark.textX, 12 + labelHeight * row, mark.label));
+      group.lastChild.style.fill = colour;
     }
     picture.append(group);
   }
-  const ticks = Math.max(2, Math.min(8, Math.floor((width - left) / 110)));
-  for (let i = 0; i <= ticks; i++) {
-    const time = start + (end - start) * i / ticks;
-    picture.append(label(at(time), height - 6, seconds(time - start), i === 0 ? "start" : i === ticks ? "end" : "middle"));
-  }
+  const step = TIME_STEPS.find(length => (end - start) / length <= (width - left) / 90) || end - start;
+  const ticks = Array.from({ length: Math.floor((end - start) / step + 1e-9) + 1 }, (_, i) => i * step);
+  secondTicks(ticks).forEach((text, i) => picture.append(label(at(start + ticks[i]), height - 6, text, ticks[i] > 0.97 * (end - start) ? "end" : i ? "middle" : "start")));
   const runs = selected();
-  const swatch = (text, style) => { const mark = h("i", {}); Object.assign(mark.style, style); return h("span", {}, mark, text); };
+  const box = (text, style) => { const mark = h("i", {}); Object.assign(mark.style, style); return h("span", {}, mark, text); };
   return h("div", {}, runs.length > 1 ? h("h3", { text: run.name }) : null, picture,
-    h("div", { class: "key" }, swatch("starts or waits", { background: "var(--line)" }), swatch("in train_func", { background: run.style.colour }),
-      swatch("checkpoint is written", { background: "var(--good)" }), h("span", {}, h("strong", { class: "bad", text: "×" }), " worker died"),
+    h("div", { class: "key" }, box("starts or waits", { background: "var(--line)" }), box("in train_func", { background: run.style.colour }),
+      box("checkpoint is written", { background: "var(--good)" }), h("span", {}, h("strong", { class: "bad", text: "×" }), " worker died"),
+      ...Object.keys(marks.labels).map(kind => h("span", {}, svg("svg", { width: 14, height: 12, class: "timeline-line", "aria-hidden": "true" },
+        svg("line", { class: "event", x1: 7, x2: 7, y1: 0, y2: 12, stroke: `var(--${kind})` })), ` ${[...marks.labels[kind]].join(", ")}`)),
       lanes.length < ranks.length ? h("span", { text: `${ranks.length - lanes.length} more ranks are not drawn` }) : null),
     h("details", { "data-key": `${run.id} attempts` }, h("summary", { text: `${attempts.length} attempt${attempts.length === 1 ? "" : "s"}` }),
       table(["attempt", "workers", "began after", "until train_func", "lasted", "from checkpoint", "ended by"], attempts.slice(-200).map(attempt => [
@@ -86,6 +81,27 @@ function timelineOf(run) {
       table(["number", "iteration", "committed after", "took", "size", "kept", "metrics"], checkpoints.slice(-200).reverse().map(saved => [
         cell(String(saved.number), "number"), cell(String(saved.iteration), "number"), cell(seconds(saved.committed - start), "number"),
         cell(seconds(saved.seconds), "number"), cell(bytes(saved.num_bytes), "number"), cell(saved.is_deleted ? "deleted" : "kept", ""), cell(saved.metrics)]), `Checkpoints of ${run.name}`)));
+}
+// The lines of events, and which of them have a text. A text hides no other: each is in a row where there is room for it. One
+// that has the same beside it has none.
+function marksOfEvents(events, at, width) {
+  const all = [], labels = {}, ends = [], lastOf = {};
+  for (const event of events) {
+    if (!Object.hasOwn(KINDS, event.kind)) continue;
+    const label = (event.label || event.kind).replaceAll("_", " "), kind = KINDS[Object.hasOwn(KINDS, event.label || "") ? event.label : event.kind], x = at(event.time);
+    (labels[kind] ??= new Set()).add(label);
+    const before = all[all.length - 1], length = 7 + 6.2 * label.length, mark = { event, kind, label, x };
+    if (x <= (lastOf[label] ?? -Infinity)) {
+      if (x - before.x < 1.5 && kind !== "bad") continue;
+    } else {
+      mark.textX = Math.max(0, Math.min(x + 2, width - length));
+      mark.row = ends.findIndex(end => end <= mark.textX);
+      if (mark.row < 0) mark.row = ends.length;
+      ends[mark.row] = lastOf[label] = mark.textX + length;
+    }
+    all.push(mark);
+  }
+  return { all, labels, numRows: ends.length };
 }
 const savedText = (saved, start) => `checkpoint ${saved.number} of iteration ${saved.iteration}: committed after `
   + `${seconds(saved.committed - start)}, took ${seconds(saved.seconds)}, ${bytes(saved.num_bytes)}`;
