@@ -112,7 +112,7 @@ const resized = new ResizeObserver(entries => {
 });
 
 class Chart {
-  // curves(): [{label, colour, dash, x, y}]; options: {name, title, unit, format, xKind, isMetric, marks, note, button}
+  // curves(): [{label, colour, dash, x, y}], the mean of a group followed by its isBound "high" and "low"; options: {name, title, unit, format, xKind, isMetric, marks, note, button}
   constructor(options, curves) {
     Object.assign(this, { options, curves, plot: null, isVisible: false, isStale: true, isQueued: false, key: "", hidden: new Set() });
     this.holder = h("div", { class: "plot" });
@@ -148,7 +148,7 @@ class Chart {
     const notes = [this.options.note ? this.options.note() : ""];
     let curves = this.points();
     if (this.smoothing) {
-      curves = [...curves.map(curve => ({ ...curve, colour: `${curve.colour}55`, isRaw: true })),
+      curves = [...curves.filter(curve => !curve.isBound).map(curve => ({ ...curve, colour: `${curve.colour}55`, isRaw: true })),
                 ...curves.map(curve => ({ ...curve, y: smoothed(curve.y, this.smoothing) }))];
     }
     if (this.isLog) {
@@ -157,7 +157,7 @@ class Chart {
       if (count) notes.push(`${count} value${count > 1 ? "s are" : " is"} not above 0, and not drawn on a logarithmic axis.`);
     }
     this.note.textContent = notes.filter(Boolean).join(" ");
-    const key = JSON.stringify([this.xKind, this.isLog, state.clip, isDark(), curves.map(c => [c.label, c.colour, c.dash, c.isRaw])]);
+    const key = JSON.stringify([this.xKind, this.isLog, state.clip, isDark(), curves.map(c => [c.label, c.colour, c.dash, c.isRaw, c.isBound])]);
     if (!curves.some(curve => curve.y.some(value => typeof value === "number"))) {
       this.destroy();
       this.holder.replaceChildren(h("p", { class: "soft", text: "No values." }));
@@ -197,9 +197,10 @@ class Chart {
       cursor: { sync: { key: `raysgd-${this.xKind}` }, drag: { x: true, y: false, setScale: false },
                 bind: { dblclick: () => () => { this.setZoom(null); } } },
       legend: { show: false },
+      bands: curves.flatMap((curve, i) => curve.isBound === "high" ? [{ series: [i + 1, i + 2], fill: curve.colour }] : []),
       series: [{}, ...curves.map((curve, i) => ({
-        label: curve.label, stroke: curve.colour, width: curve.isRaw ? 1 : 1.75, dash: DASHES[curve.dash || 0], show: !this.hidden.has(curve.label),
-        points: { show: !curve.isRaw && numberOfValues(curve.y) < 60, size: 5, filter: (_, k, isShown) => isShown ? null : this.lonely[k] } }))],
+        label: curve.label, stroke: curve.colour, width: curve.isBound ? 0 : curve.isRaw ? 1 : 1.75, dash: DASHES[curve.dash || 0], show: !this.hidden.has(curve.label),
+        points: { show: !curve.isRaw && !curve.isBound && numberOfValues(curve.y) < 60, size: 5, filter: (_, k, isShown) => isShown ? null : this.lonely[k] } }))],
       axes: [{ ...axis, ...ticks(xFormat), space: 72, label: xLabelOf(this.xKind), labelSize: 18, size: 32, labelFont: FONT }, { ...axis, ...ticks(format), size: 66 }],
       hooks: {
         setSelect: [plot => {
@@ -213,7 +214,7 @@ class Chart {
   }
   makeLegend(curves) {
     this.entries = curves.map((curve, i) => {
-      if (curve.isRaw) return null;
+      if (curve.isRaw || curve.isBound) return null;
       const value = h("span", { class: "value" });
       const button = h("button", { type: "button", "aria-pressed": !this.hidden.has(curve.label), title: "Show or hide this curve", onclick: () => {
         this.hidden.has(curve.label) ? this.hidden.delete(curve.label) : this.hidden.add(curve.label);
@@ -278,7 +279,7 @@ class Chart {
     const [xs, ...columns] = aligned(curves), quoted = text => `"${String(text).replaceAll('"', '""')}"`;
     const text = value => value === undefined ? "" : value === null ? "NaN" : Math.fround(value) === value ? Number(value.toPrecision(8)) : value;
     const rows = xs.map((x, i) => [x, ...columns.map(column => column[i])].map(text).join(","));
-    return `${[xLabelOf(this.xKind), ...curves.map(curve => curve.label)].map(quoted).join(",")}\n${rows.join("\n")}\n`;
+    return `${[xLabelOf(this.xKind), ...curves.map(curve => `${curve.label}${curve.isBound ? `, ${curve.isBound === "high" ? "highest" : "lowest"}` : ""}`)].map(quoted).join(",")}\n${rows.join("\n")}\n`;
   }
   async toPicture() {  // title, curves and legend, in the colours of the page
     this.draw();

@@ -17,6 +17,7 @@ addSection("charts", { id: "metrics", title: "Metrics", show: showMetrics, conte
     h("label", { title: "The range of a curve is that of 90 % of its values." }, h("input", { type: "checkbox", id: "clip",
       onchange: event => { setState({ clip: event.target.checked }); show("metrics"); } }), " clip outliers"),
     h("button", { type: "button", id: "reset", disabled: true, text: "Reset zoom", onclick: () => setZoom(null) }),
+    h("button", { type: "button", id: "ungroup", hidden: true, onclick: () => { setState({ group: "" }); show("metrics"); } }),
     h("button", { type: "button", id: "more", hidden: true, onclick: () => { setState({ all: !state.all }); show("metrics"); } }),
     h("span", { class: "soft small", id: "metrics-count", role: "status" })),
   h("p", { class: "soft small screen", text: "Drag over a curve to zoom, double-click to see all of it. Press ? for the keys." }),

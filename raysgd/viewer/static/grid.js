@@ -54,7 +54,7 @@ class Grid {
     const line = swatch(run.style);
     line.style.visibility = run.isSelected ? "" : "hidden";
     const cells = columns.map(column => {
-      const value = valueOf(run, column), text = shownValue(value, column), isNumber = typeof value === "number";
+      const value = valueOf(run, column), text = shownValue(value, column), isNumber = typeof value === "number" || value === undefined;
       const kind = column === "state" ? stateTextOf(run)[1] : isNumber ? "number" : "";
       return h("td", { class: kind, title: column === "state" && row.why ? row.why : text.length > 24 ? text : null, text });
     });

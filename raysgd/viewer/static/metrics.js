@@ -20,6 +20,7 @@ function metricNames() {
 }
 function curvesOf(name) {
   const runs = selected(), found = [];
+  if (isGrouped(runs)) return curvesOfGroups(runs.filter(run => run.columns.has(name)), name);
   for (const run of runs) {
     if (!run.columns.has(name)) continue;
     const xs = run.x(state.x), known = state.ranks.includes(name) && run.hasRanks(name) ? run.rankCurves.get(name) : null;
@@ -127,6 +128,8 @@ function showMetrics() {
   else if (!selected().length) notes.push("Select a run.");
   else if (!names.length && !without.length) notes.push("The results have no numbers.");
   else if (!matching.length && names.length) notes.push(`No metric of ${names.length} matches the filter.`);
+  byId("ungroup").hidden = !isGrouped(selected());
+  byId("ungroup").textContent = state.group ? `Ungroup by ${titleOf(state.group)}` : "";
   byId("metrics-note").textContent = notes.join(" ");
   byId("metrics-count").textContent = names.length ? `${shown.length} of ${names.length} metrics` : "";
 }

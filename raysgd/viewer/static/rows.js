@@ -59,10 +59,6 @@ function columnsOf(runs) {  // all columns that these runs can have
   return [...Object.keys(FIELDS), ...[...names.config].map(name => `config:${name}`), ...metrics("last"), ...metrics("min"), ...metrics("max")];
 }
 const byRank = names => names.map((name, place) => [rank(name), place, name]).sort((a, b) => a[0] - b[0] || a[1] - b[1]).map(entry => entry[2]);
-function varies(runs, column) {
-  const first = runs.length ? valueOf(runs[0], column) : undefined;
-  return runs.some(run => valueOf(run, column) !== first);
-}
 
 // Numbers in their order, then texts; what is missing or not a number is last in both directions.
 function compareBy(column, isDescending) {
@@ -122,4 +118,43 @@ function conditionOf(name, operator, text) {
   };
   if (operator === "!=") return run => !valuesNamed(run, name).some(holds);
   return run => valuesNamed(run, name).some(holds);
+}
+
+// ------------------------------------------------------------------------------------------------------------ groups
+
+addState("group", "");  // the column whose values are the groups
+const isGrouped = runs => Boolean(state.group) && runs.length > 1 && runs.every(run => run.row);
+function groupRuns(runs, column) {  // [[value, runs]], in the order of the values
+  const groups = new Map();
+  for (const run of [...runs].sort(compareBy(column, false))) {
+    const key = shownValue(valueOf(run, column), column);
+    groups.set(key, [...(groups.get(key) || []), run]);
+  }
+  return [...groups];
+}
+// The mean of each group's curves and their range, by iteration; on other axes a point is at the mean of the runs' places.
+function curvesOfGroups(runs, name) {
+  return groupRuns(runs, state.group).flatMap(([value, members], i) => {
+    const points = new Map();
+    for (const run of members) {
+      const xs = run.x(state.x), ys = run.column(name);
+      run.iterations.get().forEach((iteration, k) => {
+        if (typeof ys[k] !== "number" || typeof xs[k] !== "number") return;
+        const point = points.get(iteration) || { count: 0, x: 0, sum: 0, low: Infinity, high: -Infinity };
+        point.count += 1; point.x += xs[k]; point.sum += ys[k];
+        point.low = Math.min(point.low, ys[k]); point.high = Math.max(point.high, ys[k]);
+        points.set(iteration, point);
+      });
+    }
+    const all = [...points].sort((a, b) => a[0] - b[0]).map(entry => entry[1]), x = all.map(point => point.x / point.count), style = styleOf(i);
+    const label = `${titleOf(state.group)} ${value} (${members.length} run${members.length > 1 ? "s" : ""})`, bound = { label, ...style, colour: `${style.colour}2e`, x };
+    return [{ label, ...style, x, y: all.map(point => point.sum / point.count) },
+            { ...bound, isBound: "high", y: all.map(point => point.high) }, { ...bound, isBound: "low", y: all.map(point => point.low) }];
+  });
+}
+function differingConfigs(runs) {  // the config values that differ, and that most runs have
+  const all = columnsOf(runs).filter(column => column.startsWith("config:"));
+  const differing = all.filter(column => new Set(runs.map(run => valueOf(run, column)).filter(value => value !== undefined)).size > 1);
+  const common = differing.filter(column => 2 * runs.filter(run => valueOf(run, column) !== undefined).length >= runs.length);
+  return common.length ? common : differing;
 }

@@ -42,11 +42,7 @@ const searchMetric = trials => {
   const all = columnsOf(trials).filter(column => ["last", "min", "max"].includes(splitColumn(column)[0]) && trials.some(run => isFiniteNumber(valueOf(run, column))));
   return [all.includes(state.metric) ? state.metric : all[0], all];
 };
-function searchAxes(trials) {  // what differs, and most trials have
-  const differing = columnsOf(trials).filter(column => column.startsWith("config:") && new Set(trials.map(run => valueOf(run, column)).filter(value => value !== undefined)).size > 1);
-  const common = differing.filter(column => 2 * trials.filter(run => valueOf(run, column) !== undefined).length >= trials.length);
-  return (common.length ? common : differing).slice(0, 12);
-}
+const searchAxes = trials => differingConfigs(trials).slice(0, 12);
 function searchColumns() {
   const trials = trialsOf(), [metric] = searchMetric(trials);
   return ["state", "iteration", ...searchAxes(trials), ...(metric ? [metric] : [])];

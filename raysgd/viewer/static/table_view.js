@@ -5,14 +5,13 @@ addView({ name: "runs", title: "Runs" });
 addState("q", "");
 addState("column", []);
 addState("sort", "");
-addState("group", "");
 
 const isEditable = document.documentElement.hasAttribute("data-editable");
 const MOST_COMPARED = 50;
 
 function chosenColumns(runs) {  // without a choice: what differs, and the first metrics
   if (state.column.length) return state.column.filter(column => splitColumn(column)[0] || Object.hasOwn(FIELDS, column));
-  const all = columnsOf(runs), differing = all.filter(column => column.startsWith("config:") && varies(runs, column)).slice(0, 4);
+  const all = columnsOf(runs), differing = differingConfigs(runs).slice(0, 4);
   const tags = runs.some(run => (run.row.tags || []).length) ? ["tags"] : [];
   return ["state", "iteration", "started", ...tags, ...differing, ...all.filter(column => column.startsWith("last:")).slice(0, 2)];
 }
@@ -20,7 +19,7 @@ const found = () => { const tests = parseQuery(state.q); return listedRuns().fil
 
 const runsGrid = new Grid({ label: "Runs", columns: () => chosenColumns(listedRuns()), sort: () => state.sort,
   setSort: sort => { setState({ sort }); show("all-runs"); }, actions: run => editButton(run) });
-const editor = h("dialog", { "aria-labelledby": "editor-title" });
+const editor = h("dialog", { class: "editor", "aria-labelledby": "editor-title" });
 
 addSection("runs", { id: "all-runs", title: "All runs", show: showTable, content: [
   h("div", { class: "bar" },
@@ -39,7 +38,7 @@ addSection("runs", { id: "all-runs", title: "All runs", show: showTable, content
 function showTable() {
   const all = listedRuns(), shown = found(), columns = chosenColumns(all);
   if (document.activeElement !== byId("q")) byId("q").value = state.q;
-  const configs = columnsOf(all).filter(column => column.startsWith("config:") && varies(all, column));
+  const configs = differingConfigs(all);
   fill(byId("group"), configs, () => [h("option", { value: "", text: "nothing" }), ...configs.map(column => h("option", { value: column, text: titleOf(column) }))]);
   byId("group").value = configs.includes(state.group) ? state.group : "";
   const unread = page.numUnread ? `, reading the reports of ${page.numUnread}` : "";
@@ -79,14 +78,6 @@ byId("columns").addEventListener("toggle", () => showColumns());
 
 // -------------------------------------------------------------------------------------------------------------- groups
 
-function groupRuns(runs, column) {  // [[value, runs]], in the order of the values
-  const groups = new Map();
-  for (const run of [...runs].sort(compareBy(column, false))) {
-    const key = shownValue(valueOf(run, column), column);
-    groups.set(key, [...(groups.get(key) || []), run]);
-  }
-  return [...groups];
-}
 function groupsOf(runs, columns) {
   if (!state.group) return [];
   const metrics = columns.filter(column => !["", "config"].includes(splitColumn(column)[0]));
