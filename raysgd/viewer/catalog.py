@@ -9,14 +9,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._util.json import take_nonfinite
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import CheckpointNotFoundError, RaySGDError
 from raysgd.result import ENDED
 from raysgd.runs.annotations import read_annotations
 from raysgd.runs.finding import find_runs, run_name
 from raysgd.runs.state import StateReader
-from raysgd.viewer.run_data import RunData, as_texts
+from raysgd.viewer.run_data import RunData
+from raysgd.viewer.table import row_of
 
 #: Runs whose contents are kept in memory.
 _MAX_OPEN = 32
@@ -58,8 +58,7 @@ class Catalog:
         """Return what the list shows of each run, newest first. Blocks.
 
         Returns:
-            ``id``, ``name``, ``state``, ``iteration``, ``started``, ``updated``, ``world_size``, ``num_failures``; ``metrics``:
-            the last values, by name; ``config``: texts, by name; ``title``, ``tags``, ``notes``: see `Annotations`.
+            ``id``, ``name``, ``state``, ``iteration``, ``started``, ``updated``, and, if it can be read, what `row_of` returns.
         """
         with self._scan_lock:
             self._scan_if_due()
@@ -119,18 +118,7 @@ def _describe(run: _Listed) -> dict[str, Any] | None:
     try:
         if run.shown is not None and time.monotonic() < run.again_at:
             return {**run.shown, **vars(read_annotations(run.folder))} if run.folder.is_local else run.shown
-        found = run.states.read()
-        shown |= {
-            "state": found.state,
-            "iteration": found.iteration,
-            "started": found.started_s,
-            "updated": found.ended_s,
-        }
-        shown |= {"world_size": found.world_size, "num_failures": found.num_failures, **vars(found.annotations)}
-        shown |= {
-            "metrics": take_nonfinite(found.own_metrics)[0],
-            "config": as_texts(found.description.get("config", {})),
-        }
+        shown |= row_of(run.states.read())
     except CheckpointNotFoundError:
         return None
     except (RaySGDError, OSError):

@@ -14,7 +14,9 @@ import numpy as np
 
 from raysgd.callbacks.values import as_float, clip
 
-_MAX_TEXT = 200
+#: Texts that are kept of each metric, the newest ones, and their length.
+MAX_TEXTS = 500
+_MAX_TEXT = 8192
 _EXACT_IN_FLOAT32 = 1 << 24
 _LARGEST_FLOAT32 = 3e38
 _FLOAT32_ROUNDING = 6e-8
@@ -22,20 +24,25 @@ _INVISIBLE = 1e-4
 
 
 class Columns:
-    """A row for each iteration, a column for each metric that is a number. Other metrics keep their last value only.
+    """A row for each iteration, a column for each metric that is a number. Others are texts, of which the newest are kept.
+
+    Args:
+        keeps_texts: Keep other metrics than numbers.
 
     Attributes:
         iterations: The iterations, ascending.
-        numbers: The values by metric, in the order of ``iterations``. NaN stands for a missing or a not finite value.
+        numbers: The values by metric, in the order of ``iterations``. NaN stands for a missing
+            value, infinity for one that is not finite, whichever it is.
         nonfinite: The reported values that are not finite: ``(iteration, "NaN" or "Infinity" or "-Infinity")``, by metric.
-        texts: The last value of each other metric, as text.
+        texts: The values of each other metric as text, by iteration: plain text, or what `raysgd._util.media` makes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_texts: bool = True) -> None:
         self.iterations = array("q")
         self.numbers: dict[str, array[float]] = {}
         self.nonfinite: dict[str, dict[int, str]] = {}
-        self.texts: dict[str, str] = {}
+        self.texts: dict[str, dict[int, str]] = {}
+        self._keeps_texts = keeps_texts
 
     def __len__(self) -> int:
         return len(self.iterations)
@@ -49,13 +56,16 @@ class Columns:
                 number = as_float(value)
                 if name not in numbers:
                     numbers[name] = array("d", [math.nan]) * len(self.iterations)
-                if math.isfinite(number):
-                    numbers[name][place] = number
-                else:
+                is_finite = math.isfinite(number)
+                numbers[name][place] = number if is_finite else math.inf
+                if not is_finite:
                     self.nonfinite.setdefault(name, {})[iteration] = json.dumps(number)
-            elif value is not None:
+            elif value is not None and self._keeps_texts:
                 text = value if isinstance(value, str) else json.dumps(value, default=str)
-                self.texts[name] = clip(text, _MAX_TEXT)
+                texts = self.texts.setdefault(name, {})
+                texts[iteration] = clip(text, _MAX_TEXT)
+                if len(texts) > MAX_TEXTS:
+                    del texts[next(iter(texts))]
 
     def drop_after(self, iteration: int) -> bool:
         """Remove the rows of later iterations; returns whether there were any."""
@@ -66,6 +76,8 @@ class Columns:
             del column[place:]
             kept = {at: text for at, text in self.nonfinite.get(name, {}).items() if at <= iteration}
             self.nonfinite[name] = kept
+        for name, texts in self.texts.items():
+            self.texts[name] = {at: text for at, text in texts.items() if at <= iteration}
         return has_later
 
     def first_place(self, iteration: int) -> int:
@@ -84,6 +96,8 @@ class Columns:
             for name, column in self.numbers.items():
                 column[place] = math.nan
                 self.nonfinite.get(name, {}).pop(iteration, None)
+            for texts in self.texts.values():
+                texts.pop(iteration, None)
         else:
             rows.insert(place, iteration)
             for column in self.numbers.values():
@@ -95,7 +109,7 @@ def encode(values: Any, *, is_time: bool = False) -> dict[str, str]:
     """Return numbers as base64 of little-endian floats, with 4 bytes each where that is exact enough for a curve.
 
     Args:
-        values: The numbers; NaN stands for a missing one.
+        values: The numbers; NaN stands for a missing one, infinity for one that is not finite.
         is_time: They are seconds since the epoch, which need 8 bytes.
     """
     numbers = np.asarray(values, dtype="<f8")

@@ -3,7 +3,7 @@
 Scripts, styles and data are in the document itself. A content security policy with their hashes lets the browser run and load
 nothing else. What comes from a run is JSON, in elements that the browser does not run, and reaches the page as text.
 
-``static/`` has page.js and page.css, and uPlot as the npm package uplot 1.6.32 has it, with its licence.
+``static/`` has the page's scripts and page.css, and uPlot as the npm package uplot 1.6.32 has it, with its licence.
 """
 
 from __future__ import annotations
@@ -18,53 +18,58 @@ from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
 
+from raysgd._util.media import FOLDER
 from raysgd._version import __version__
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import RaySGDError
+from raysgd.runs.state import read_state
 from raysgd.viewer.run_data import RunData
+from raysgd.viewer.table import row_of
 
 _BODY = """\
-<header><h1>{title}</h1><span class="soft small" id="folder">{folder}</span></header>
+<header><h1>{title}</h1><span class="soft small" id="folder">{folder}</span>
+<nav id="navigation" aria-label="Views"></nav><span id="tools"></span></header>
 <main>
 <div class="banner" id="banner" role="alert" hidden></div>
-<section aria-labelledby="h-runs"><h2 id="h-runs">Runs</h2><div id="runs"></div></section>
-<div id="errors"></div>
-<section id="warnings-section" aria-labelledby="h-warnings" hidden>
-<h2 id="h-warnings" class="warn">Warnings</h2><div id="warnings"></div></section>
-<section aria-labelledby="h-metrics"><h2 id="h-metrics">Metrics</h2>
-<div class="bar">
-<label>Filter <input type="search" id="filter" placeholder="part of a name"></label>
-<label>Horizontal <select id="x"><option value="iteration">iteration</option><option value="time">time since the start</option>
-<option value="training">training time</option></select></label>
-<label><input type="checkbox" id="log"> logarithmic</label>
-<button type="button" id="reset" disabled>Reset zoom</button>
-<button type="button" id="more" hidden></button>
-<span class="soft small" id="metrics-count" role="status"></span>
-</div>
-<p class="soft small">Drag over a curve to zoom, double-click to see all of it.
-With the keyboard: + and - zoom, the arrow keys move, 0 shows all.</p>
-<p id="metrics-note" class="soft" role="status"></p>
-<div class="charts" id="charts"></div><div id="texts"></div></section>
-<section id="timeline-section" aria-labelledby="h-timeline" hidden>
-<h2 id="h-timeline">Timeline</h2><div id="timeline"></div></section>
-<section id="pace-section" aria-labelledby="h-pace" hidden>
-<h2 id="h-pace">Data wait, pace and memory</h2><div class="charts" id="pace"></div></section>
-<section id="config-section" aria-labelledby="h-config" hidden><h2 id="h-config">Config</h2>
-<div class="bar"><label id="only-different-label"><input type="checkbox" id="only-different"> only differences</label></div>
-<div id="config"></div>
-<details><summary>Environment: versions and machines</summary><div id="versions"></div><div id="hosts"></div></details>
-<details><summary>Settings of the Trainer</summary><div id="settings"></div></details></section>
-<section id="events-section" aria-labelledby="h-events" hidden><h2 id="h-events">Events</h2><div id="events"></div></section>
+<div id="views"></div>
 </main>
 <footer class="soft small"><p>raysgd {version}. Curves: uPlot, MIT licence.</p></footer>
 """
+#: The scripts of the page, in their order; each sees what those before it declare. A view is declared as state.js says.
+_SCRIPTS = (
+    "uPlot.iife.min.js",
+    "base.js",
+    "state.js",
+    "data.js",
+    "chart.js",
+    "rows.js",
+    "metrics.js",
+    "tables.js",
+    "timeline.js",
+    "overview.js",
+    "grid.js",
+    "media.js",
+    "charts_view.js",
+    "table_view.js",
+    "search_view.js",
+    "logs_view.js",
+    "keys.js",
+    "start.js",
+)
+_HEAD_SCRIPT = "theme.js"
 _MAX_TITLE = 120
 #: A notebook's file keeps the outputs of its cells.
 _MAX_FRAME_CHARACTERS = 4_000_000
+#: Images in a file, over all runs.
+_MAX_IMAGE_CHARACTERS = 20_000_000
 
 
-def write_file(runs: Sequence[RunData]) -> Iterator[str]:
+def write_file(runs: Sequence[RunData], *, is_frame: bool = False) -> Iterator[str]:
     """Yield the text of a page that holds these runs.
+
+    Args:
+        runs: The runs.
+        is_frame: The page is part of another one that has a header: only curves, timeline and tables are shown.
 
     Raises:
         CheckpointNotFoundError: A folder is not a run's folder.
@@ -72,7 +77,7 @@ def write_file(runs: Sequence[RunData]) -> Iterator[str]:
     answers = [run.read(is_final=True) for run in runs]
     names = [str(answer["facts"]["name"]) for answer in answers]
     title = names[0] if len(names) == 1 else f"{len(names)} runs"
-    yield _head("file", title)
+    yield _head("file", title, ' data-frame="1"' if is_frame else "")
     yield _body(title, "")
     for place, (run, answer) in enumerate(zip(runs, answers, strict=True)):
         columns = answer.get("results", {}).get("columns", {})
@@ -89,7 +94,28 @@ def write_file(runs: Sequence[RunData]) -> Iterator[str]:
                 column["ranks"] = f"ranks-{place}-{number}"
                 yield f'<script type="application/json" id="{column["ranks"]}">{_json(found)}</script>\n'
         yield f'<script type="application/json" data-run="{place}">{_json(answer)}</script>\n'
+    rows = [
+        {"id": place, "name": run.name, "ranges": run.ranges(), **row_of(read_state(run.folder))}
+        for place, run in enumerate(runs)
+    ]
+    yield f'<script type="application/json" id="rows">{_json(rows)}</script>\n'
+    yield from _images(runs)
     yield _scripts()
+
+
+def _images(runs: Sequence[RunData]) -> Iterator[str]:
+    """Yield elements with the images of runs, newest first, as far as there is room."""
+    room = _MAX_IMAGE_CHARACTERS
+    for place, run in enumerate(runs):
+        for name in run.image_names():
+            try:
+                data = base64.b64encode(run.folder.child(FOLDER).read_bytes(name)).decode("ascii")
+            except RaySGDError:  # the page says that it is missing
+                continue
+            room -= len(data)
+            if room < 0:
+                return
+            yield f'<script type="text/plain" id="image-{place}-{name}">{data}</script>\n'
 
 
 def write_frame(run_dir: str) -> str:
@@ -105,37 +131,37 @@ def write_frame(run_dir: str) -> str:
     if not os.path.isdir(run_dir):
         return ""
     try:
-        text = "".join(write_file([RunData(Storage.from_uri(run_dir))]))
+        text = "".join(write_file([RunData(Storage.from_uri(run_dir))], is_frame=True))
     except RaySGDError:
         return ""
     if len(text) > _MAX_FRAME_CHARACTERS:
         return f"<p>Curves and timeline: <code>raysgd report {html.escape(run_dir)}</code></p>"
     style = "width:100%;height:640px;border:1px solid #8884"
-    return f'<iframe sandbox="allow-scripts" style="{style}" title="Page of the run" srcdoc="{html.escape(text)}"></iframe>'
+    return f'<iframe sandbox="allow-scripts allow-downloads allow-modals" style="{style}" title="Page of the run" srcdoc="{html.escape(text)}"></iframe>'
 
 
-def live_page(folder: str, token: str) -> str:
-    """Return the text of the page that asks a server for its runs."""
-    return _head("live", f"Runs in {folder}", token) + _body("Runs", folder) + _scripts()
+def live_page(folder: str, token: str, *, is_editable: bool) -> str:
+    """Return the text of the page that asks a server for its runs, and with ``is_editable`` also to change them."""
+    data = f' data-token="{html.escape(token)}"' + " data-editable" * is_editable
+    return _head("live", f"Runs in {folder}", data) + _body("Runs", folder) + _scripts()
 
 
 def content_security_policy(*, is_live: bool) -> str:
     """Return the policy: the page's own scripts and styles, and for the live page its own server; nothing else."""
-    scripts = " ".join(f"'sha256-{_hash(text)}'" for text in _script_texts())
+    scripts = " ".join(f"'sha256-{_hash(_static(name))}'" for name in (_HEAD_SCRIPT, *_SCRIPTS))
     policy = f"default-src 'none'; img-src data:; script-src {scripts}; style-src 'sha256-{_hash(_style())}'"
     policy += "; base-uri 'none'; form-action 'none'"
     return policy + ("; connect-src 'self'" if is_live else "")
 
 
-def _head(mode: str, title: str, token: str = "") -> str:
+def _head(mode: str, title: str, data: str = "") -> str:
     policy = content_security_policy(is_live=mode == "live")
-    data = f' data-token="{html.escape(token)}"' if token else ""
     return (
         f'<!doctype html>\n<html lang="en" data-mode="{mode}"{data}>\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
         f'<title>{html.escape(title[:_MAX_TITLE])}: raysgd</title>\n<link rel="icon" href="data:,">\n'
-        f"<style>{_style()}</style>\n</head>\n<body>\n"
+        f"<style>{_style()}</style>\n<script>{_static(_HEAD_SCRIPT)}</script>\n</head>\n<body>\n"
     )
 
 
@@ -145,7 +171,7 @@ def _body(title: str, folder: str) -> str:
 
 def _scripts() -> str:
     licence = f"<!-- uPlot, below:\n{_static('uPlot.LICENSE')}-->\n"
-    return licence + "".join(f"<script>{text}</script>\n" for text in _script_texts()) + "</body>\n</html>\n"
+    return licence + "".join(f"<script>{_static(name)}</script>\n" for name in _SCRIPTS) + "</body>\n</html>\n"
 
 
 def _json(value: Any) -> str:
@@ -160,11 +186,7 @@ def _static(name: str) -> str:
 
 
 def _style() -> str:
-    return f"{_static('uPlot.min.css')}\n{_static('page.css')}"
-
-
-def _script_texts() -> tuple[str, str]:
-    return _static("uPlot.iife.min.js"), _static("page.js")
+    return "\n".join(map(_static, ("uPlot.min.css", "page.css", "views.css")))
 
 
 @functools.cache

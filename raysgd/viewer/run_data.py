@@ -9,6 +9,9 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from raysgd._util.media import image_names
 from raysgd._util.metric_names import flatten
 from raysgd.callbacks.values import clip
 from raysgd.checkpoint.storage.storage import Storage
@@ -16,8 +19,9 @@ from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import read_description, reading
 from raysgd.controller.rounds import RoundMerger, check_reduce
-from raysgd.result import Result
+from raysgd.result import Event, Result
 from raysgd.runs.finding import run_name
+from raysgd.runs.output import OutputTimes
 from raysgd.runs.state import state_by_files
 from raysgd.runs.tail import JournalTail
 from raysgd.viewer.columns import Columns, encode
@@ -40,13 +44,13 @@ class RunData:
     """One run for a page. Thread-safe.
 
     Args:
-        storage: The run's folder.
+        folder: The run's folder.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, folder: Storage) -> None:
+        self.folder = folder
         self._lock = threading.Lock()
-        self._tail = JournalTail(storage)
+        self._tail = JournalTail(folder)
         self._description: dict[str, Any] | None = None
         self._pending: list[Frame] = []
         self._merger = RoundMerger()
@@ -56,6 +60,7 @@ class RunData:
         self._facts_seq = -1
         self._timeline = Timeline()
         self._samples: dict[int, Samples] = {}
+        self._output = OutputTimes()
         self._warnings: list[str] = []
         self._num_warnings = 0
         self._is_paused = False
@@ -80,7 +85,7 @@ class RunData:
             CheckpointCorruptError: A file is damaged.
         """
         with self._lock:
-            with reading(self._storage):
+            with reading(self.folder):
                 self._update(is_final=is_final)
             answer: dict[str, Any] = {
                 "cursor": self._tail.last_seq if not self._pending else -1,
@@ -106,6 +111,36 @@ class RunData:
                     curves[str(rank)]["x"] = encode(columns.iterations[::step])
             return {"step": step, "curves": curves}
 
+    def ranges(self) -> dict[str, list[float]]:
+        """Read what is new, and return the lowest and the highest finite value of each metric. Errors as for `read`."""
+        with self._lock:
+            with reading(self.folder):
+                self._update(is_final=False)
+            columns = {name: np.asarray(column) for name, column in self._results.numbers.items()}
+            return {
+                name: [float(np.nanmin(column)), float(np.nanmax(column))]
+                for name, column in columns.items()
+                if not np.isnan(column).all()
+            }
+
+    @property
+    def name(self) -> str:
+        """The run's name for people."""
+        return run_name(self.folder)
+
+    def image_names(self) -> list[str]:
+        """Return the names of the images that were reported, newest first."""
+        with self._lock:
+            texts = [(at, text) for found in self._results.texts.values() for at, text in found.items()]
+        return list(dict.fromkeys(name for _, text in sorted(texts, reverse=True) for name in image_names(text)))
+
+    def output(self) -> OutputTimes:
+        """Read what is new, and return what is known of the output of workers. Errors as for `read`."""
+        with self._lock:
+            with reading(self.folder):
+                self._update(is_final=False)
+            return self._output
+
     def rank_step(self) -> int:
         """Return which iterations of single ranks a file gets: every ``n``-th, so that it does not become too large."""
         with self._lock:
@@ -116,8 +151,8 @@ class RunData:
 
     def _update(self, *, is_final: bool) -> None:
         self._pending += self._tail.read(is_final=is_final)
-        if self._description is None and self._storage.exists("run.json"):
-            self._description = read_description(self._storage)
+        if self._description is None and self.folder.exists("run.json"):
+            self._description = read_description(self.folder)
             self._merger = RoundMerger(check_reduce(self._description.get("reduce")))
             self._facts_seq = self._tail.last_seq + 1
         # Results need run.json, which is written when the first group is ready.
@@ -159,13 +194,14 @@ class RunData:
             return
         for rank, metrics in zip(result.ranks, result.workers, strict=True):
             if rank not in self._ranks:
-                self._ranks[rank] = Columns()
+                self._ranks[rank] = Columns(keeps_texts=False)
             self._ranks[rank].put(iteration, _flat(metrics))
 
     def _add_event(self, kind: str, timestamp: float, data: Mapping[str, Any]) -> None:
         self._last_time = max(self._last_time, timestamp)
         self._first_time = self._first_time or timestamp
         self._timeline.add(kind, timestamp, data)
+        self._output.add(Event(kind, timestamp, dict(data)))
         if kind == "sample":
             rank = data["rank"]
             if rank not in self._samples:
@@ -193,14 +229,18 @@ class RunData:
 
     def _encode_results(self, place: int) -> dict[str, Any]:
         results = self._results
+        first = results.iterations[place] if place < len(results) else self._last_iteration + 1
+        texts = {
+            name: [[at, text] for at, text in found.items() if at >= first] for name, found in results.texts.items()
+        }
         return {
-            "from": results.iterations[place] if place < len(results) else self._last_iteration + 1,
+            "from": first,
             "iterations": encode(results.iterations[place:]),
             "columns": {
                 name: encode(column[place:], is_time=name == "timestamp") for name, column in results.numbers.items()
             },
             "nonfinite": {name: _first_nonfinite(found) for name, found in results.nonfinite.items() if found},
-            "texts": results.texts,
+            "texts": {name: found for name, found in texts.items() if found},
             "ranks": sorted(self._ranks),
         }
 
@@ -208,8 +248,8 @@ class RunData:
         description = self._description or {}
         settings = {name: value for name, value in description.items() if name not in _NOT_SETTINGS}
         return {
-            "name": run_name(self._storage),
-            "run_dir": self._storage.path_of(""),
+            "name": self.name,
+            "run_dir": self.folder.path_of(""),
             "started": description.get("started") or self._first_time,
             "config": as_texts(description.get("config", {})),
             "settings": as_texts(settings),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from raysgd.callbacks.values import clip
+from raysgd._util.metric_names import flatten
+from raysgd.callbacks.values import clip, short
 
 #: How many checkpoints, and how many events of other kinds, a page gets. The oldest are left out.
 MAX_CHECKPOINTS = 2000
@@ -15,6 +15,7 @@ MAX_EVENTS = 2000
 #: Events that the timeline shows in another form.
 _DRAWN = frozenset({"worker_up", "entered", "left", "attempt_start", "checkpoint", "checkpoint_deleted", "sample"})
 _MAX_TEXT = 2000
+_LABELS = {"pause": "paused"}
 
 
 @dataclass
@@ -208,7 +209,7 @@ class Timeline:
             saved.is_deleted = True
 
     def _save(self, timestamp: float, data: Mapping[str, Any]) -> None:
-        metrics = json.dumps(data.get("metrics") or {}, default=str)
+        metrics = ", ".join(f"{name} {short(value)}" for name, value in flatten(data.get("metrics") or {}).items())
         saved = Saved(
             data["number"],
             data["iteration"],
@@ -225,6 +226,8 @@ class Timeline:
     def _note(self, kind: str, timestamp: float, data: Mapping[str, Any]) -> None:
         self._num_events += 1
         note: dict[str, Any] = {"time": timestamp, "kind": kind, "text": describe(kind, data)}
+        if kind == "regroup":  # drawn as that for which the group forms again
+            note["label"] = _LABELS.get(data.get("cause", kind), data.get("cause", kind))
         if stacks := data.get("stacks"):
             note["stacks"] = {str(rank): str(stack) for rank, stack in stacks.items()}
         ranks = data.get("ranks", [data["rank"]] if isinstance(data.get("rank"), int) else [])
@@ -248,7 +251,7 @@ def describe(kind: str, data: Mapping[str, Any]) -> str:
             return f"{data.get('kind', '')}: {message}" if message else str(data.get("kind", ""))
         case "run_start":
             return str(data.get("name", ""))
-    shown = {name: value for name, value in data.items() if name not in ("stacks", "collectives")}
+    shown = flatten({name: value for name, value in data.items() if name not in ("stacks", "collectives")})
     why = shown.pop("why", None)
     rank = shown.get("rank")
     if why is not None:

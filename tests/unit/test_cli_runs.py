@@ -18,10 +18,10 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.cli import cluster
 from raysgd.cli.main import main
 from raysgd.cli.runs.finding import find_run, with_live
-from raysgd.cli.runs.logs import clean
 from raysgd.controller.journal import journal
 from raysgd.errors import ConfigError
 from raysgd.result import RunStatus
+from raysgd.runs.output import clean
 from raysgd.runs.state import StateReader, read_state
 from support import command
 from support.run_folders import RunFolder, two_ranks

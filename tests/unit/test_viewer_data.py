@@ -96,9 +96,9 @@ def test_numbers_that_are_not_finite_are_listed(tmp_path: Path) -> None:
         {"loss": 1.0}, {"loss": math.nan}, {"loss": -math.inf}, {"note": "text", "shape": [1, 2]}, {"loss": None}
     )
     answer = data_of(run.end()).read(is_final=True)
-    assert np.array_equal(column(answer, "loss"), [1, math.nan, math.nan, math.nan, math.nan], equal_nan=True)
+    assert np.array_equal(column(answer, "loss"), [1, math.inf, math.inf, math.nan, math.nan], equal_nan=True)
     assert answer["results"]["nonfinite"] == {"loss": {"count": 2, "first": [[2, "NaN"], [3, "-Infinity"]]}}
-    assert answer["results"]["texts"] == {"note": "text", "shape": "[1, 2]"}
+    assert answer["results"]["texts"] == {"note": [[4, "text"]], "shape": [[4, "[1, 2]"]]}
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_other_addresses_and_methods_give_no_file(server: ViewerServer) -> None:
         "/../secret.txt": 404,
         "//secret.txt": 404,
         "/api/runs/0/../../secret.txt": 404,
-        "/static/page.js": 404,
+        "/static/chart.js": 404,
     }
     for path, status in refused.items():
         found, body, _ = ask(server, path)
