@@ -19,6 +19,7 @@ from importlib import resources
 from typing import Any
 
 from raysgd._util.media import FOLDER
+from raysgd._util.metric_names import FIRST, LAST
 from raysgd._version import __version__
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import RaySGDError
@@ -137,7 +138,9 @@ def write_frame(run_dir: str) -> str:
     if len(text) > _MAX_FRAME_CHARACTERS:
         return f"<p>Curves and timeline: <code>raysgd report {html.escape(run_dir)}</code></p>"
     style = "width:100%;height:640px;border:1px solid #8884"
-    return f'<iframe sandbox="allow-scripts allow-downloads allow-modals" style="{style}" title="Page of the run" srcdoc="{html.escape(text)}"></iframe>'
+    allowed = "allow-scripts allow-downloads allow-modals"
+    shown = f'srcdoc="{html.escape(text)}"'
+    return f'<iframe sandbox="{allowed}" style="{style}" title="Page of the run" {shown}></iframe>'
 
 
 def live_page(folder: str, token: str, *, is_editable: bool) -> str:
@@ -157,7 +160,8 @@ def content_security_policy(*, is_live: bool) -> str:
 def _head(mode: str, title: str, data: str = "") -> str:
     policy = content_security_policy(is_live=mode == "live")
     return (
-        f'<!doctype html>\n<html lang="en" data-mode="{mode}"{data}>\n<head>\n<meta charset="utf-8">\n'
+        f'<!doctype html>\n<html lang="en" data-mode="{mode}"{data} data-first-metrics="{html.escape(_json(FIRST))}"'
+        f' data-last-metrics="{html.escape(LAST)}">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
         f'<title>{html.escape(title[:_MAX_TITLE])}: raysgd</title>\n<link rel="icon" href="data:,">\n'
