@@ -73,7 +73,9 @@ def find_checkpoint(given: str, storage_path: str) -> Found:
     run = _run_of(given, folder, storage_path)
     store = CheckpointStore(run.child("checkpoints"))
     if not (manifests := store.list()):
-        raise ConfigError(f"the run {run_name(run)} has no checkpoint that can be read; give another run, or a checkpoint.")
+        raise ConfigError(
+            f"the run {run_name(run)} has no checkpoint that can be read; give another run, or a checkpoint."
+        )
     return Found(store.directory(manifests[-1].number), manifests[-1])
 
 
