@@ -116,12 +116,11 @@ class RunData:
         with self._lock:
             with reading(self.folder):
                 self._update(is_final=False)
-            columns = {name: np.asarray(column) for name, column in self._results.numbers.items()}
-            return {
-                name: [float(np.nanmin(column)), float(np.nanmax(column))]
-                for name, column in columns.items()
-                if not np.isnan(column).all()
+            found = {
+                name: column[np.isfinite(column)]
+                for name, column in ((name, np.asarray(column)) for name, column in self._results.numbers.items())
             }
+            return {name: [float(column.min()), float(column.max())] for name, column in found.items() if column.size}
 
     @property
     def name(self) -> str:

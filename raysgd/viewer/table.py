@@ -86,7 +86,7 @@ def row_of(state: RunState) -> dict[str, Any]:
 
     Returns:
         ``run_dir``, ``state``, ``iteration``, ``started``, ``updated``, ``world_size``, ``num_failures``; ``why``: the text of
-        its end; ``first``: its iterations before it began; ``source``: the checkpoint that it was resumed from, or empty;
+        its end; ``first``: its iterations before it began; ``source``: the checkpoint that it began with, or empty;
         ``metrics``: the last values, by name; ``config``: values, by name; ``title``, ``tags``, ``notes``: see `Annotations`.
     """
     starts = [event.data for event in state.events if event.kind == "attempt_start"]
@@ -96,7 +96,7 @@ def row_of(state: RunState) -> dict[str, Any]:
         "why": clip(state.message, _MAX_TEXT),
         "iteration": state.iteration,
         "first": int(starts[0].get("iterations_before", 0)) if starts else 0,
-        "source": str((state.events[0].data.get("resumed_from") if state.events else None) or ""),
+        "source": str((starts[0].get("checkpoint") if starts else None) or ""),
         "started": state.started_s,
         "updated": state.ended_s,
         "world_size": state.world_size,
