@@ -187,6 +187,7 @@ AREAS: dict[str, Area] = {
             "integration/test_cli_*.py",
             "integration/test_torch_scripts.py",
             "integration/test_viewer_page.py",
+            "integration/test_viewer_views.py",
         ),
     ),
     "declarative": Area(
