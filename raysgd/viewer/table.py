@@ -71,12 +71,15 @@ class RunTable:
         """Read the ranges of a run's metrics, if there is time; return whether they are those of now."""
         if number in self._ranges and self._ranges[number][0] == updated:
             return True
-        if time.monotonic() > ends_at:
+        left_s = ends_at - time.monotonic()
+        if left_s < 0:
             return False
         try:
-            ranges = self._catalog.open_run(number).ranges()
+            ranges = self._catalog.open_run(number).ranges(left_s)
         except RaySGDError:  # its row says that it cannot be read
             ranges = {}
+        if ranges is None:
+            return False
         self._ranges[number] = updated, ranges
         return True
 

@@ -130,7 +130,7 @@ def test_second_read_has_only_what_is_new(tmp_path: Path) -> None:
     data = data_of(run.write())
     first = data.read()
     assert column(first, "loss") == [3, 2] and "facts" in first
-    assert data.read(first["cursor"]).keys() == {"cursor", "state", "is_closed", "updated"}
+    assert data.read(first["cursor"]).keys() == {"cursor", "state", "is_closed", "is_behind", "updated"}
     run.report({"loss": 1.0})
     run.write()
     second = data.read(first["cursor"])

@@ -62,7 +62,7 @@ def test_server_lists_runs_and_answers_with_what_is_new(server: ViewerServer) ->
     status, answer, _ = ask(server, f"/api/runs/{run['id']}?after=-1")
     assert status == 200 and answer["facts"]["config"] == {"lr": "0.1"} and "loss" in answer["results"]["columns"]
     _, again, _ = ask(server, f"/api/runs/{run['id']}?after={answer['cursor']}")
-    assert again.keys() == {"cursor", "state", "is_closed", "updated"}
+    assert again.keys() == {"cursor", "state", "is_closed", "is_behind", "updated"}
     _, ranks, _ = ask(server, f"/api/runs/{run['id']}/ranks?metric=loss")
     assert ranks["curves"].keys() == {"0", "1"}
     assert ask(server, f"/api/runs/{run['id']}/ranks?metric=unknown")[1]["curves"] == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -121,6 +122,9 @@ class LinesDisplay:
     before it were skipped. The last line says how the run ended, and names its last warning. Warnings are also logged when
     they come, so only a display in a file of its own shows them then.
 
+    A display that attaches to a run receives what was before. It shows the newest of those results alone, and none of those
+    events.
+
     Args:
         info: The run.
         file: Where to write. None: ``sys.stdout`` at the time.
@@ -141,6 +145,8 @@ class LinesDisplay:
         self._clock = clock
         self._next_at = clock()
         self._start_at = self._next_at - age_s(info.started_s)
+        self._attached_s = info.started_s + age_s(info.started_s)
+        self._newest_s = 0.0  # of what has come so far, in seconds since the epoch
         self._end_at: float | None = None
         self._outcome = "done"
         self._waiting: tuple[Result, float] | None = None
@@ -154,6 +160,9 @@ class LinesDisplay:
 
     def result(self, result: Result) -> None:
         self._num_results += 1
+        if self._is_earlier(result.get("timestamp", math.inf)):
+            self._waiting = result, self._newest_s - self._info.started_s
+            return
         if self._waiting is not None:
             self._num_skipped += 1
         self._waiting = result, self._clock() - self._start_at
@@ -161,13 +170,19 @@ class LinesDisplay:
             self._show_waiting()
 
     def event(self, event: Event) -> None:
-        text = self._event_text(event)
         if event.kind == "run_end":
             self._end_at, self._outcome = self._clock(), event.data.get("kind", "done")
+        if self._is_earlier(event.timestamp):
+            return
+        text = self._event_text(event)
         if text or self._clock() >= self._next_at:
             self._show_waiting()
         if text:
             self._print(text)
+
+    def leave(self) -> None:
+        """Print the result that waits; the run continues."""
+        self._show_waiting()
 
     def end(self, error: BaseException | None) -> None:
         self._show_waiting()
@@ -175,6 +190,11 @@ class LinesDisplay:
         reason = "" if error is None else f": {one_line(error)}"
         state = end_state(error, self._outcome)
         self._print(f"{state} after {took}, {self._num_results} results{reason}{warnings_text(self._info)}")
+
+    def _is_earlier(self, timestamp: float) -> bool:
+        """Return whether all that has come so far was before this display, which attached to the run."""
+        self._newest_s = max(self._newest_s, timestamp)
+        return self._newest_s < self._attached_s - _EVERY_S
 
     def _show_waiting(self) -> None:
         waiting, self._waiting = self._waiting, None

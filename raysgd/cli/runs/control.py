@@ -70,13 +70,16 @@ def attach_command(name: str, progress: Mode, from_iteration: int, address: str 
     Ctrl-C leaves the run as it is. The exit status is 1 if the run fails.
     """
     trainer = attach_to(name, address)
+    display = None if as_json else ProgressCallback(mode=progress)
     with _run_of(name):
-        stream = trainer._latest.open_stream(from_iteration, None if as_json else ProgressCallback(mode=progress))
+        stream = trainer._latest.open_stream(from_iteration, display)
     try:
         for result in stream:
             if as_json:
                 print_json(dict(result), is_line=True)
     except KeyboardInterrupt:
+        if display is not None:
+            display.leave()
         print_error(f"left the run, which continues; `raysgd attach {name}` shows it again.")
         return INTERRUPTED
     except BrokenPipeError:  # of this command's own output
@@ -90,11 +93,11 @@ def attach_command(name: str, progress: Mode, from_iteration: int, address: str 
 # -- pause, resume, stop -----------------------------------------------------------------------------------------------
 
 
-def _show(status: RunStatus, as_json: bool, done: str) -> None:
+def _show(name: str, status: RunStatus, as_json: bool, done: str) -> None:
     if as_json:
         print_json(vars(status))
     else:
-        print(f"{status.name}: {done}; it is {status.state} at iteration {status.iteration}.")
+        print(f"{name}: {done}; {status.name} is {status.state} at iteration {status.iteration}.")
 
 
 @click.command("pause")
@@ -108,9 +111,11 @@ def pause_command(name: str, address: str | None, as_json: bool) -> int:
     """
     trainer = attach_to(name, address)
     with _run_of(name):
+        was_paused = trainer.status().state == "paused"
         status = trainer.pause()
     is_paused = status.state == "paused"
-    _show(status, as_json, "paused" if is_paused else "not paused, because it has ended")
+    done = "paused before" if was_paused else "paused" if is_paused else "not paused, because the run has ended"
+    _show(name, status, as_json, done)
     return SUCCEEDED if is_paused else FAILED
 
 
@@ -122,8 +127,9 @@ def resume_command(name: str, address: str | None, as_json: bool) -> int:
     """Resume the paused run of the detached Trainer NAME."""
     trainer = attach_to(name, address)
     with _run_of(name):
+        was_paused = trainer.status().state == "paused"
         trainer.resume()
-    _show(trainer.status(), as_json, "resumed")
+    _show(name, trainer.status(), as_json, "resumed" if was_paused else "not resumed, because it was not paused")
     return SUCCEEDED
 
 
@@ -145,7 +151,7 @@ def stop_command(name: str, shutdown: bool, address: str | None, as_json: bool) 
         status = trainer.status()
     if shutdown:
         trainer.shutdown()
-    _show(status, as_json, "ended")
+    _show(name, status, as_json, "ended")
     return SUCCEEDED
 
 

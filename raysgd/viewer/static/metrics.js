@@ -124,7 +124,10 @@ function showMetrics() {
   const withoutX = selected().filter(run => run.iterations.get().length && !run.x(state.x).length).map(run => `${run.key} has no metric ${xLabelOf(state.x)}.`);
   const notes = without.map(run => run.isOver ? `${run.name} ended before its first result.` : `${run.name} has no result yet.`);
   notes.push(...withoutX);
-  if ([...page.runs.values()].some(run => run.isSelected && !run.facts)) notes.push("Reading the run's files.");
+  for (const run of selected().filter(found => found.step > 1)) {
+    notes.push(`${run.name} has many results: of each ${run.step} iterations, the lowest and the highest value are shown.`);
+  }
+  if ([...page.runs.values()].some(run => run.isSelected && (!run.facts || run.isBehind))) notes.push("Reading the run's files.");
   else if (!selected().length) notes.push("Select a run.");
   else if (!names.length && !without.length) notes.push("The results have no numbers.");
   else if (!matching.length && names.length) notes.push(`No metric of ${names.length} matches the filter.`);

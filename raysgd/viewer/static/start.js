@@ -40,11 +40,18 @@ async function poll(lists = false) {
   const hasListed = lists || polls++ % LIST_EVERY === 0 || page.numUnread > 0;
   if (hasListed) await attempt(listRuns);
   for (const run of [...page.runs.values()].filter(found => found.isSelected && !found.isClosed)) {
-    await attempt(async () => run.take(await get(`api/runs/${run.id}?after=${run.cursor}`)));
+    await attempt(async () => {
+      let isNew = false;
+      do {  // a long run comes in parts
+        isNew = run.take(await get(`api/runs/${run.id}?after=${run.cursor}`)) || isNew;
+        if (run.isBehind) show();
+      } while (run.isBehind && run.isSelected);
+      return isNew;
+    });
   }
   showProblem(problem);
   if (hasChanged) show();
-  else if (hasListed) show("runs", "all-runs", "trials", "parallel", "scatter", "lineage", "search-choice");
+  else show("output", ...(hasListed ? ["runs", "all-runs", "trials", "parallel", "scatter", "lineage", "search-choice"] : []));
   isPolling = false;
 }
 async function follow() {
