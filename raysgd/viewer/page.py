@@ -24,7 +24,8 @@ from raysgd.errors import RaySGDError
 from raysgd.viewer.run_data import RunData
 
 _BODY = """\
-<header><h1>{title}</h1><span class="soft small" id="folder">{folder}</span><nav id="navigation" aria-label="Views"></nav><span id="tools"></span></header>
+<header><h1>{title}</h1><span class="soft small" id="folder">{folder}</span>
+<nav id="navigation" aria-label="Views"></nav><span id="tools"></span></header>
 <main>
 <div class="banner" id="banner" role="alert" hidden></div>
 <div id="views"></div>
@@ -103,13 +104,15 @@ def write_frame(run_dir: str) -> str:
         return ""
     if len(text) > _MAX_FRAME_CHARACTERS:
         return f"<p>Curves and timeline: <code>raysgd report {html.escape(run_dir)}</code></p>"
-    style = "width:100%;height:640px;border:1px solid #8884"
-    return f'<iframe sandbox="allow-scripts allow-downloads allow-modals" style="{style}" title="Page of the run" srcdoc="{html.escape(text)}"></iframe>'
+    look = 'style="width:100%;height:640px;border:1px solid #8884" title="Page of the run"'
+    return f'<iframe sandbox="allow-scripts allow-downloads allow-modals" {look} srcdoc="{html.escape(text)}"></iframe>'
 
 
 def live_page(folder: str, token: str) -> str:
     """Return the text of the page that asks a server for its runs."""
-    return _head("live", f"Runs in {folder}", f' data-token="{html.escape(token)}"') + _body("Runs", folder) + _scripts()
+    return (
+        _head("live", f"Runs in {folder}", f' data-token="{html.escape(token)}"') + _body("Runs", folder) + _scripts()
+    )
 
 
 def content_security_policy(*, is_live: bool) -> str:
