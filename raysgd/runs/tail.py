@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
@@ -14,6 +15,8 @@ from raysgd.controller.journal.journal import journal_files, parse_line
 
 #: Seconds to wait for a frame that is not in the files although a later one is: its file is written a moment later.
 _GAP_S = 5.0
+#: How the line of a sample of a worker's load begins.
+_SAMPLE = re.compile(rb'\{"seq":\d+,"attempt":\d+,"kind":"sample",')
 
 
 class JournalTail:
@@ -22,7 +25,7 @@ class JournalTail:
     Args:
         storage: The run's folder.
         clock: Returns seconds that only grow.
-        only_events: Leave out reports.
+        only_events: Leave out reports, and samples but for the last event of each read: most events are samples.
 
     Attributes:
         last_seq: The number of the last frame that was returned; -1 before the first.
@@ -74,7 +77,10 @@ class JournalTail:
             data = self._storage.read_with(name, functools.partial(_read_lines, offset, left))
             end = data.rfind(b"\n") + 1  # the last line may be half written
             self._offsets[name] = offset + end
-            self._waiting += [parse_line(line, to_frame, where) for line in data[:end].split(b"\n") if line]
+            lines = [line for line in data[:end].split(b"\n") if line]
+            if self._only_events:
+                lines = [line for line in lines[:-1] if not _SAMPLE.match(line)] + lines[-1:]
+            self._waiting += [parse_line(line, to_frame, where) for line in lines]
             left = None if left is None else left - len(data)
             self.is_behind = left is not None and left <= 0
             if self.is_behind:

@@ -19,6 +19,7 @@ from importlib import resources
 from typing import Any
 
 from raysgd._util.media import FOLDER
+from raysgd._util.metric_names import FIRST, LAST
 from raysgd._version import __version__
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import RaySGDError
@@ -157,7 +158,8 @@ def content_security_policy(*, is_live: bool) -> str:
 def _head(mode: str, title: str, data: str = "") -> str:
     policy = content_security_policy(is_live=mode == "live")
     return (
-        f'<!doctype html>\n<html lang="en" data-mode="{mode}"{data}>\n<head>\n<meta charset="utf-8">\n'
+        f'<!doctype html>\n<html lang="en" data-mode="{mode}"{data} data-first-metrics="{html.escape(_json(FIRST))}"'
+        f' data-last-metrics="{html.escape(LAST)}">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
         f'<title>{html.escape(title[:_MAX_TITLE])}: raysgd</title>\n<link rel="icon" href="data:,">\n'

@@ -16,7 +16,7 @@ import pytest
 
 import raysgd
 from raysgd.cli.main import main
-from raysgd.cli.runs import logs
+from raysgd.runs import output
 from support import command
 from support.poll import until
 from support.runs import PATIENCE_S
@@ -240,6 +240,6 @@ def test_output_on_another_node_is_read_through_the_cluster(
     """This machine takes another name, so the command takes the files for those of another node."""
     run = str(commands.folder / "runs" / NAME / "run_001")
     here = commands("logs", run)
-    monkeypatch.setattr(logs.socket, "gethostname", lambda: "elsewhere")
-    monkeypatch.setattr(logs, "_CHUNK_BYTES", 10)  # it is read in many chunks
+    monkeypatch.setattr(output.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(output, "_CHUNK_BYTES", 10)  # it is read in many chunks
     assert commands("logs", run) == here

@@ -18,8 +18,8 @@ from raysgd.callbacks.values import (
     duration,
     end_state,
     flatten,
+    metrics_text,
     one_line,
-    short,
     split_automatic,
     time_left_s,
 )
@@ -53,7 +53,7 @@ def result_line(
     head += f", {duration(elapsed_s)} (training {duration(trained_s)}{left})"
     if (attempt := automatic.get("attempt", 1)) != 1:
         head += f", attempt {attempt}"
-    return "  ".join([head, *(f"{key}={short(value)}" for key, value in values.items())])
+    return f"{head}  {metrics_text(values)}" if values else head
 
 
 class PrintCallback(Callback):
@@ -97,8 +97,7 @@ class PrintCallback(Callback):
         lines = [f"[{self._name}] {result_line(result, elapsed_s, self._metrics, self._num_iterations)}"]
         if self._workers:
             for rank, metrics in zip(result.ranks, result.workers, strict=False):
-                values = "  ".join(f"{key}={short(value)}" for key, value in flatten(metrics).items())
-                lines.append(f"[{self._name}]   rank {rank}  {values}")
+                lines.append(f"[{self._name}]   rank {rank}  {metrics_text(metrics)}")
         _print(lines)
 
     def on_run_end(self, error: BaseException | None) -> None:

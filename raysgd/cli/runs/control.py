@@ -24,6 +24,7 @@ from raysgd.cli.console import (
     storage_flag,
     whole_number,
 )
+from raysgd.cli.runs.completing import run_argument, trainer_argument
 from raysgd.cli.runs.finding import find_run
 from raysgd.config.argument_names import nearest
 from raysgd.errors import ConfigError, UsageError, WorkerError
@@ -57,7 +58,7 @@ def attach_to(name: str, address: str | None) -> Trainer:
 
 
 @click.command("attach")
-@click.argument("name")
+@trainer_argument()
 @click.option(
     "--progress", type=click.Choice(get_args(Mode)), default="auto", show_default=True, help="How results are shown."
 )
@@ -101,7 +102,7 @@ def _show(name: str, status: RunStatus, as_json: bool, done: str) -> None:
 
 
 @click.command("pause")
-@click.argument("name")
+@trainer_argument()
 @address_flag
 @json_flag
 def pause_command(name: str, address: str | None, as_json: bool) -> int:
@@ -120,7 +121,7 @@ def pause_command(name: str, address: str | None, as_json: bool) -> int:
 
 
 @click.command("resume")
-@click.argument("name")
+@trainer_argument()
 @address_flag
 @json_flag
 def resume_command(name: str, address: str | None, as_json: bool) -> int:
@@ -134,7 +135,7 @@ def resume_command(name: str, address: str | None, as_json: bool) -> int:
 
 
 @click.command("stop")
-@click.argument("name")
+@trainer_argument()
 @click.option("--shutdown", is_flag=True, help="End the Trainer, too: its workers and its name are free then.")
 @address_flag
 @json_flag
@@ -168,7 +169,7 @@ def _run_of(name: str) -> Iterator[None]:
 
 
 @click.command("restore", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("run")
+@run_argument()
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]")
 @storage_flag
 def restore_command(run: str, flags: tuple[str, ...], storage_path: str) -> int:

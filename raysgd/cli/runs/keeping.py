@@ -8,6 +8,7 @@ import click
 
 from raysgd.cli import cluster
 from raysgd.cli.console import SUCCEEDED, address_flag, json_flag, print_json, print_table, storage_flag
+from raysgd.cli.runs.completing import run_argument
 from raysgd.cli.runs.finding import find_run, with_live
 from raysgd.errors import ConfigError, UsageError
 from raysgd.runs.annotations import annotate, read_annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command("annotate")
-@click.argument("run")
+@run_argument()
 @click.option("--title", metavar="TEXT", help="The name that lists show; the folder keeps its own. Empty: none.")
 @click.option("--tag", "tags", multiple=True, metavar="TAG", help="Add a tag; may be repeated.")
 @click.option("--untag", multiple=True, metavar="TAG", help="Remove a tag; may be repeated.")
@@ -54,7 +55,7 @@ def annotate_command(
 
 
 @click.command("rm")
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@run_argument("runs", metavar="RUN...", nargs=-1, required=True)
 @click.option(
     "--force", is_flag=True, help="Also delete a run that its files call live or paused, if no cluster has it."
 )

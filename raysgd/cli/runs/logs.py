@@ -21,6 +21,7 @@ from raysgd.cli.console import (
     storage_flag,
     whole_number,
 )
+from raysgd.cli.runs.completing import run_argument
 from raysgd.cli.runs.finding import find_run
 from raysgd.errors import ConfigError
 from raysgd.result import Event
@@ -33,7 +34,7 @@ _INTERVAL_S = 0.3
 
 
 @click.command("logs")
-@click.argument("run")
+@run_argument()
 @click.option("-f", "--follow", is_flag=True, help="Show new lines until the run ends.")
 @click.option("--rank", type=whole_number(0), metavar="N", help="Only what this rank printed.")
 @click.option("--stream", type=click.Choice(STREAMS), help="Only one of the streams.")

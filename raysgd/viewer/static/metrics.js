@@ -7,10 +7,11 @@ addState("filter", "");
 addState("all", false);
 addState("ranks", []);
 
-function rank(name) {  // what most people look at comes first
-  const order = [/loss|error|perplex|ppl/i, /acc|score|f1|reward|auc|bleu|iou/i, /^lr$|learning_rate/i];
-  const found = order.findIndex(pattern => pattern.test(name));
-  return /(^|\/)(epoch|step)$/.test(name) ? order.length + 1 : found < 0 ? order.length : found;
+const { firstMetrics, lastMetrics } = document.documentElement.dataset;
+const FIRST = JSON.parse(firstMetrics).map(pattern => new RegExp(pattern, "i")), LAST = new RegExp(lastMetrics);
+function rank(name) {  // what most people look at comes first, as in `raysgd ls`
+  const found = FIRST.findIndex(pattern => pattern.test(name));
+  return LAST.test(name) ? FIRST.length + 1 : found < 0 ? FIRST.length : found;
 }
 function metricNames() {
   const names = new Set();
