@@ -137,10 +137,8 @@ def write_frame(run_dir: str) -> str:
         return ""
     if len(text) > _MAX_FRAME_CHARACTERS:
         return f"<p>Curves and timeline: <code>raysgd report {html.escape(run_dir)}</code></p>"
-    style = "width:100%;height:640px;border:1px solid #8884"
-    allowed = "allow-scripts allow-downloads allow-modals"
-    shown = f'srcdoc="{html.escape(text)}"'
-    return f'<iframe sandbox="{allowed}" style="{style}" title="Page of the run" {shown}></iframe>'
+    look = 'style="width:100%;height:640px;border:1px solid #8884" title="Page of the run"'
+    return f'<iframe sandbox="allow-scripts allow-downloads allow-modals" {look} srcdoc="{html.escape(text)}"></iframe>'
 
 
 def live_page(folder: str, token: str, *, is_editable: bool) -> str:

@@ -121,11 +121,17 @@ class RunData:
                     curves[str(rank)]["x"] = encode(columns.iterations[::step])
             return {"step": step, "curves": curves}
 
-    def ranges(self) -> dict[str, list[float]]:
-        """Read what is new, and return the lowest and the highest finite value of each metric. Errors as for `read`."""
+    def ranges(self, budget_s: float | None = None) -> dict[str, list[float]] | None:
+        """Read what is new, and return the lowest and the highest finite value of each metric. Errors as for `read`.
+
+        Args:
+            budget_s: Seconds for reading. The answer is None if there is more to read then.
+        """
         with self._lock:
             with reading(self.folder):
-                self._update()
+                self._update(budget_s)
+            if self._tail.is_behind:
+                return None
             columns = {name: np.asarray(column) for name, column in self._results.numbers.items()}
             finite = {name: column[np.isfinite(column)] for name, column in columns.items()}
             return {name: [float(found.min()), float(found.max())] for name, found in finite.items() if found.size}

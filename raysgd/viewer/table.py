@@ -71,12 +71,15 @@ class RunTable:
         """Read the ranges of a run's metrics, if there is time; return whether they are those of now."""
         if number in self._ranges and self._ranges[number][0] == updated:
             return True
-        if time.monotonic() > ends_at:
+        left_s = ends_at - time.monotonic()
+        if left_s < 0:
             return False
         try:
-            ranges = self._catalog.open_run(number).ranges()
+            ranges = self._catalog.open_run(number).ranges(left_s)
         except RaySGDError:  # its row says that it cannot be read
             ranges = {}
+        if ranges is None:
+            return False
         self._ranges[number] = updated, ranges
         return True
 
@@ -86,7 +89,7 @@ def row_of(state: RunState) -> dict[str, Any]:
 
     Returns:
         ``run_dir``, ``state``, ``iteration``, ``started``, ``updated``, ``world_size``, ``num_failures``; ``why``: the text of
-        its end; ``first``: its iterations before it began; ``source``: the checkpoint that it was resumed from, or empty;
+        its end; ``first``: its iterations before it began; ``source``: the checkpoint that it began with, or empty;
         ``metrics``: the last values, by name; ``config``: values, by name; ``title``, ``tags``, ``notes``: see `Annotations`.
     """
     starts = [event.data for event in state.events if event.kind == "attempt_start"]
@@ -96,7 +99,7 @@ def row_of(state: RunState) -> dict[str, Any]:
         "why": clip(state.message, _MAX_TEXT),
         "iteration": state.iteration,
         "first": int(starts[0].get("iterations_before", 0)) if starts else 0,
-        "source": str((state.events[0].data.get("resumed_from") if state.events else None) or ""),
+        "source": str((starts[0].get("checkpoint") if starts else None) or ""),
         "started": state.started_s,
         "updated": state.ended_s,
         "world_size": state.world_size,

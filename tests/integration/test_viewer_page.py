@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 import raysgd
-from raysgd.cli.main import main
 from support import command
-from support.browser import Tab, launched, needs_browser, opened
+from support.browser import Tab, launched, needs_browser, opened, write_page
 from support.journals import WrittenRun
 from support.runs import make_trainer, quiet, travels_by_value
 
@@ -64,12 +63,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other.now += 60
     other.end()
     return folder
-
-
-def write_page(tmp_path: Path, *runs: Path) -> str:
-    output = tmp_path / "page.html"
-    assert main(["report", *map(str, runs), "-o", str(output)]) == 0
-    return output.as_uri()
 
 
 def x_range(tab: Tab) -> tuple[float, float]:

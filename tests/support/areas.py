@@ -186,7 +186,7 @@ AREAS: dict[str, Area] = {
             "docs/test_scripts.py",
             "integration/test_cli_*.py",
             "integration/test_torch_scripts.py",
-            "integration/test_viewer_page.py",
+            "integration/test_viewer_*.py",
         ),
     ),
     "declarative": Area(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.cli.main import main
 from support.poll import until
 
 _PATIENCE_S = 20.0
@@ -61,8 +62,19 @@ class Tab:
         """Wait until an expression of the page is true. playwright's own way to wait is refused by the page's policy."""
         assert until(lambda: self.page.evaluate(expression), _PATIENCE_S), f"{expression}; {self.complaints}"
 
+    def wait_until_drawn(self) -> None:
+        """Wait until all charts in view are drawn."""
+        self.wait_for("[...document.querySelectorAll('.plot')].every(e => !e.chart.isVisible || !e.chart.isStale)")
+
     def wait_for_curves(self, number: int) -> None:
         self.wait_for(f"document.querySelectorAll('.uplot canvas').length >= {number}")
+
+
+def write_page(folder: Path, *runs: Path) -> str:
+    """Write the page of runs into a folder, as `raysgd report` does, and return its address."""
+    output = folder / "page.html"
+    assert main(["report", *map(str, runs), "-o", str(output)]) == 0
+    return output.as_uri()
 
 
 @contextlib.contextmanager
@@ -87,7 +99,7 @@ def opened(browser: Any, address: str, *, width: int = 1280, colours: str = "lig
     tab.page.on("console", lambda message: message.type in ("error", "warning") and tab.complaints.append(message.text))
     tab.page.on("pageerror", lambda error: tab.complaints.append(str(error)))
     tab.page.on("dialog", lambda dialog: (tab.complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
-    host = address.partition("?")[0].rstrip("/")
+    host = address.partition("#")[0].partition("?")[0].rstrip("/")
 
     def note(request: Any) -> None:
         if not request.url.startswith((host, "data:")):

@@ -277,7 +277,8 @@ class Chart {
     const curves = this.points();
     if (!curves.length) return "";
     const [xs, ...columns] = aligned(curves), quoted = text => `"${String(text).replaceAll('"', '""')}"`;
-    const text = value => value === undefined ? "" : value === null ? "NaN" : Math.fround(value) === value ? Number(value.toPrecision(8)) : value;
+    const isShort = value => Math.fround(value) === value && !Number.isInteger(value);  // 4 bytes have 7 digits
+    const text = value => value === undefined ? "" : value === null ? "NaN" : isShort(value) ? Number(value.toPrecision(7)) : value;
     const rows = xs.map((x, i) => [x, ...columns.map(column => column[i])].map(text).join(","));
     return `${[xLabelOf(this.xKind), ...curves.map(curve => `${curve.label}${curve.isBound ? `, ${curve.isBound === "high" ? "highest" : "lowest"}` : ""}`)].map(quoted).join(",")}\n${rows.join("\n")}\n`;
   }

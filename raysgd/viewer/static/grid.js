@@ -42,7 +42,11 @@ class Grid {
     Object.assign(this, { from, to });
     const columns = this.options.columns();
     const focused = this.body.contains(document.activeElement) ? document.activeElement.id : "";
-    const gap = size => size > 0 ? [h("tr", { class: "gap", "aria-hidden": true }, h("td", { colspan: columns.length + 3, height: size }))] : [];
+    const gap = size => {
+      const filler = h("td", { colspan: columns.length + 3 });
+      filler.style.height = `${size}px`;
+      return size > 0 ? [h("tr", { class: "gap", "aria-hidden": true }, filler)] : [];
+    };
     this.body.replaceChildren(...gap(from * ROW_HEIGHT), ...this.runs.slice(from, to).map((run, i) => this.rowOf(run, from + i, columns)),
       ...gap((this.runs.length - to) * ROW_HEIGHT));
     if (focused) byId(focused)?.focus({ preventScroll: true });

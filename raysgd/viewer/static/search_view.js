@@ -125,7 +125,7 @@ function parallelOf(trials, columns, metric, outerWidth) {
     for (const [place, text] of axis.ticks) group.append(svg("line", { x1: x - 4, x2: x, y1: yOf(place), y2: yOf(place) }), svgText(clipText(text, Math.floor(gap / 9)), x + 6, yOf(place) + 4, "start"));
     const range = brushes.get(axis.column);
     if (range) group.append(svg("rect", { class: "brush", x: x - 8, width: 16, y: yOf(range[1]), height: yOf(range[0]) - yOf(range[1]) }));
-    const grip = svg("rect", { class: "grip", x: x - 14, width: 28, y: top, height: bottom - top });
+    const grip = svg("rect", { class: "grip", x: x - 14, width: 28, y: top - 10, height: bottom - top + 20 });  // beyond the ends, which are values, too
     grip.addEventListener("pointerdown", event => brush(event, axis.column, picture, y => Math.max(0, Math.min(1, (bottom - y) / (bottom - top)))));
     group.append(grip);
     picture.append(group);
@@ -215,7 +215,7 @@ function lineageOf(runs, copies, outerWidth) {
   }
   picture.append(svgText("0", left, height - 8), svgText(`iteration ${most}`, width - 20, height - 8, "end"));
   return [h("div", { class: "scroll plot-scroll", tabindex: 0, role: "region", "aria-label": "Lineage" }, picture), h("p", { class: "soft small",
-    text: `${copies.length} times a trial continued another one's checkpoint (a dot marks the trial that was copied). An upright line ends a run that the search ended.` })];
+    text: `${copies.length} run${copies.length > 1 ? "s" : ""} continued the checkpoint of another trial: a dot marks the trial that was copied. An upright line ends a run that the search ended.` })];
 }
 
 function showTrials() {

@@ -24,7 +24,7 @@ function comparison(part, label) {
 function showConfig(runs) {
   byId("only-different-label").hidden = runs.length < 2;
   byId("only-different").checked = state.different;
-  for (const [part, label] of [["config", "Config"], ["versions", "Versions"], ["settings", "Settings"]]) {
+  for (const [part, label] of [["config", "Values of the config"], ["versions", "Versions"], ["settings", "Settings"]]) {
     fill(byId(part), [runs.map(run => [run.id, run.name, run.facts[part]]), state.different], () => comparison(part, label));
   }
   fill(byId("hosts"), runs.map(run => [run.name, run.facts.workers]), () => runs.map(run => h("div", {},
