@@ -1,4 +1,4 @@
-"""Runs of TensorBoard's event files beside those of raysgd: their scalars and hyperparameters. Runs anywhere, without Ray."""
+"""Runs of TensorBoard's event files, next to those of raysgd: their scalars and hyperparameters. Runs anywhere, without Ray."""
 
 from __future__ import annotations
 
