@@ -38,8 +38,8 @@ _WAIT_S = 3600.0
 @json_flag
 def command(folder: str | None, host: str, port: int, opens: bool, storage_path: str, as_json: bool) -> int:
     """Serve until Ctrl-C."""
-    from raysgd.cli import cluster
     from raysgd.cli.runs.finding import existing_folder
+    from raysgd.cli.runs.logs import Reader
     from raysgd.viewer.catalog import Catalog
     from raysgd.viewer.server import ViewerServer
 
@@ -52,7 +52,7 @@ def command(folder: str | None, host: str, port: int, opens: bool, storage_path:
             Catalog(storage),
             host,
             port,
-            connect=lambda: cluster.connect(None) is not None,
+            read_output=Reader(None).read,
             is_editable=_is_loopback(host),
         )
     except OSError as error:
