@@ -51,8 +51,8 @@ def command(
     as_json: bool,
 ) -> int:
     """Serve until Ctrl-C."""
-    from raysgd.cli import cluster
     from raysgd.cli.runs.finding import existing_folder
+    from raysgd.cli.runs.logs import Reader
     from raysgd.viewer.catalog import Catalog
     from raysgd.viewer.server import ViewerServer
 
@@ -70,7 +70,7 @@ def command(
             Catalog(storage, event_files),
             host,
             port,
-            connect=lambda: cluster.connect(None) is not None,
+            read_output=Reader(None).read,
             is_editable=_is_loopback(host),
         )
     except OSError as error:

@@ -1,15 +1,14 @@
-"""What the workers of a run printed. Runs anywhere; the files of other nodes need their cluster.
+"""What the workers of a run printed. Runs anywhere, without Ray.
 
 Ray writes the output of each worker process to two files on its node. A worker records in the events ``entered`` and ``left``
-which files these are, and what they held then, and in its samples how much they hold. The parts between are read here, or in
-a task on the worker's node.
+which files these are, and what they held then, and in its samples how much they hold. What is on this machine is read here,
+what is on other nodes by the command.
 """
 
 from __future__ import annotations
 
 import re
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,9 +18,6 @@ from raysgd.result import Event
 #: Begins the lines by which a rank of `raysgd run` marks how far its output has come; they are not shown.
 MARK = "::raysgd-output"
 STREAMS = ("stdout", "stderr")
-#: Seconds for a node to answer; one that did not is not asked again for some time, whatever else was printed on it.
-_NODE_TIMEOUT_S = 20.0
-_ASK_AGAIN_S = 60.0
 #: Sizes that are kept for a rank; where there are more, every second one is removed.
 _MAX_SIZES = 4000
 #: Bytes that are read at once.
@@ -118,62 +114,38 @@ def read_part(path: str, begin: int, end: int | None) -> bytes | None:
         return None
 
 
-class Reader:
-    """Reads files here and on other nodes.
+#: Returns what is in a part of output from a place on, a chunk of it at most, and raises `GoneError`.
+ReadPart = Callable[[Part, int], bytes]
 
-    Args:
-        connect: Connects to the cluster, when a file of another node is first read; returns whether there is one.
+
+def is_here(part: Part) -> bool:
+    """Return whether a part is in a file of this machine."""
+    return part.node.partition(" ")[0] == socket.gethostname()
+
+
+def read_here(part: Part, begin: int) -> bytes:
+    """Return what is in a part of this machine from ``begin`` on; empty if there is no more.
+
+    Raises:
+        GoneError: The file is gone, or is on another node.
     """
-
-    def __init__(self, connect: Callable[[], bool]) -> None:
-        self._connect = connect
-        self._read_there: Any = None
-        self._silent_until: dict[str, float] = {}  # by node, in the time of time.monotonic
-
-    def read(self, part: Part, begin: int) -> bytes:
-        """Return what is in a part from ``begin`` on; empty if there is no more.
-
-        Raises:
-            GoneError: The file or its node is gone.
-        """
-        is_here = part.node.partition(" ")[0] == socket.gethostname()
-        data = read_part(part.path, begin, part.end) if is_here else self._read_on_node(part, begin)
-        if data is None:
-            raise GoneError(f"{part.path} on {part.node} is gone: Ray removed it, or its node was started again")
-        return data
-
-    def _read_on_node(self, part: Part, begin: int) -> bytes | None:
-        if self._read_there is None and not self._connect():
-            raise GoneError(f"what workers printed is on {part.node}, and there is no cluster to ask for it")
-        import ray
-        from ray.exceptions import GetTimeoutError, RayError
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        if self._read_there is None:
-            self._read_there = ray.remote(num_cpus=0, max_retries=0)(read_part)
-        if part.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
-            raise GoneError(
-                f"{part.node} is lost: it is not in the cluster any more, and what its workers printed is on its disk alone"
-            )
-        silent = f"{part.node} does not answer, though Ray still lists it; what its workers printed is not shown"
-        if time.monotonic() < self._silent_until.get(part.node_id, 0.0):
-            raise GoneError(silent)
-        task = self._read_there.options(scheduling_strategy=NodeAffinitySchedulingStrategy(part.node_id, soft=False))
-        try:
-            data: bytes | None = ray.get(task.remote(part.path, begin, part.end), timeout=_NODE_TIMEOUT_S)
-        except GetTimeoutError:
-            self._silent_until[part.node_id] = time.monotonic() + _ASK_AGAIN_S
-            raise GoneError(silent) from None
-        except RayError as error:
-            raise GoneError(f"{part.path} cannot be read on {part.node}: {type(error).__name__}") from None
-        return data
+    if not is_here(part):
+        raise GoneError(f"what workers printed is on {part.node}, and there is no cluster to ask for it")
+    if (data := read_part(part.path, begin, part.end)) is None:
+        raise gone(part)
+    return data
 
 
-def read_lines(reader: Reader, part: Part, begin: int, *, aligns: bool) -> tuple[list[tuple[int, str]], int]:
+def gone(part: Part) -> GoneError:
+    """Return the error of a file that was removed."""
+    return GoneError(f"{part.path} on {part.node} is gone: Ray removed it, or its node was started again")
+
+
+def read_lines(read: ReadPart, part: Part, begin: int, *, aligns: bool) -> tuple[list[tuple[int, str]], int]:
     """Return complete lines of a part, with their places in the file, and the place that follows them.
 
     Args:
-        reader: Reads the files.
+        read: Reads the files.
         part: What to read; at its end, a line may be without an end.
         begin: The place to begin at.
         aligns: Begin after the first end of a line.
@@ -181,7 +153,7 @@ def read_lines(reader: Reader, part: Part, begin: int, *, aligns: bool) -> tuple
     Raises:
         GoneError: The file or its node is gone.
     """
-    data = reader.read(part, begin)
+    data = read(part, begin)
     is_last = part.end is not None and begin + len(data) >= part.end
     end = len(data) if is_last else data.rfind(b"\n") + 1
     if end == 0 and len(data) == _CHUNK_BYTES:  # one line that is longer than what is read at once
@@ -199,11 +171,11 @@ class Lines:
     """Cuts the output of parts into lines, and remembers how far each was read.
 
     Args:
-        reader: Reads the files.
+        read: Reads the files.
     """
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+    def __init__(self, read: ReadPart) -> None:
+        self._read = read
         self._place: dict[tuple[int, int, str], int] = {}
         self._unfinished: dict[tuple[int, int, str], bytes] = {}
         self.gone: dict[str, None] = {}
@@ -214,7 +186,7 @@ class Lines:
         while True:
             place = self._place.get(key, part.begin)
             try:
-                data = self._reader.read(part, place)
+                data = self._read(part, place)
             except GoneError as error:
                 self.gone[str(error)] = None
                 return

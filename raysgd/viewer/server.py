@@ -26,7 +26,7 @@ from raysgd._util.media import FOLDER
 from raysgd.errors import CheckpointNotFoundError, RaySGDError, UsageError
 from raysgd.runs.annotations import annotate
 from raysgd.runs.deleting import delete_run
-from raysgd.runs.output import GoneError, OutputTimes, Reader, read_lines
+from raysgd.runs.output import GoneError, OutputTimes, ReadPart, read_here, read_lines
 from raysgd.viewer.catalog import Catalog
 from raysgd.viewer.page import content_security_policy, live_page
 from raysgd.viewer.table import RunTable
@@ -56,7 +56,7 @@ class ViewerServer:
         catalog: The runs to show.
         host: The address to listen at. Other addresses than the loopback let other machines connect.
         port: 0: any free one.
-        connect: Connects to the cluster, when what workers of other nodes printed is asked for; returns whether there is one.
+        read_output: Reads what workers printed.
         is_editable: The page can delete and annotate runs.
 
     Raises:
@@ -69,11 +69,11 @@ class ViewerServer:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        connect: Callable[[], bool] = lambda: False,
+        read_output: ReadPart = read_here,
         is_editable: bool = True,
     ) -> None:
         self.token = secrets.token_urlsafe(24)
-        self._server = _Server((host, port), catalog, self.token, connect, is_editable=is_editable)
+        self._server = _Server((host, port), catalog, self.token, read_output, is_editable=is_editable)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_S,), name="raysgd-ui", daemon=True
         )
@@ -107,13 +107,13 @@ class _Server(TCPServer):
         address: tuple[str, int],
         catalog: Catalog,
         token: str,
-        connect: Callable[[], bool],
+        read_output: ReadPart,
         *,
         is_editable: bool,
     ) -> None:
         self.catalog = catalog
         self.table = RunTable(catalog)
-        self.reader = Reader(connect)
+        self.read_output = read_output
         self.token = token
         self.is_editable = is_editable
         self._connections: set[socket.socket] = set()
@@ -228,7 +228,9 @@ class _Handler(BaseHTTPRequestHandler):
         part = parts[place]
         begin = max(part.begin, _number(query, "from", part.begin))
         try:
-            lines, end = read_lines(self.server.reader, part, begin, aligns="align" in query and begin > part.begin)
+            lines, end = read_lines(
+                self.server.read_output, part, begin, aligns="align" in query and begin > part.begin
+            )
         except GoneError as error:
             self._send_json({"lines": [], "end": begin, "problem": str(error)})
             return

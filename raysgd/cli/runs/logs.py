@@ -25,12 +25,66 @@ from raysgd.cli.runs.completing import run_argument
 from raysgd.cli.runs.finding import find_run
 from raysgd.errors import ConfigError
 from raysgd.result import Event
-from raysgd.runs.output import STREAMS, Lines, Part, Reader, find_parts
+from raysgd.runs.output import STREAMS, GoneError, Lines, Part, find_parts, gone, is_here, read_here, read_part
 from raysgd.runs.reading import outcome_of
 from raysgd.runs.state import StateReader
 
 #: Seconds between two looks at the files of a live run.
 _INTERVAL_S = 0.3
+#: Seconds for a node to answer; one that did not is not asked again for some time, whatever else was printed on it.
+_NODE_TIMEOUT_S = 20.0
+_ASK_AGAIN_S = 60.0
+
+
+class Reader:
+    """Reads files here and on other nodes.
+
+    Args:
+        address: The cluster, which is connected to when a file of another node is first read.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self._address = address
+        self._read_there: Any = None
+        self._silent_until: dict[str, float] = {}  # by node, in the time of time.monotonic
+
+    def read(self, part: Part, begin: int) -> bytes:
+        """Return what is in a part from ``begin`` on; empty if there is no more.
+
+        Raises:
+            GoneError: The file or its node is gone.
+        """
+        if is_here(part):
+            return read_here(part, begin)
+        if (data := self._read_on_node(part, begin)) is None:
+            raise gone(part)
+        return data
+
+    def _read_on_node(self, part: Part, begin: int) -> bytes | None:
+        if self._read_there is None and cluster.connect(self._address) is None:
+            raise GoneError(f"what workers printed is on {part.node}, and there is no cluster to ask for it")
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if self._read_there is None:
+            self._read_there = ray.remote(num_cpus=0, max_retries=0)(read_part)
+        if part.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+            raise GoneError(
+                f"{part.node} is lost: it is not in the cluster any more, and what its workers printed is on its disk alone"
+            )
+        silent = f"{part.node} does not answer, though Ray still lists it; what its workers printed is not shown"
+        if time.monotonic() < self._silent_until.get(part.node_id, 0.0):
+            raise GoneError(silent)
+        task = self._read_there.options(scheduling_strategy=NodeAffinitySchedulingStrategy(part.node_id, soft=False))
+        try:
+            data: bytes | None = ray.get(task.remote(part.path, begin, part.end), timeout=_NODE_TIMEOUT_S)
+        except GetTimeoutError:
+            self._silent_until[part.node_id] = time.monotonic() + _ASK_AGAIN_S
+            raise GoneError(silent) from None
+        except RayError as error:
+            raise GoneError(f"{part.path} cannot be read on {part.node}: {type(error).__name__}") from None
+        return data
 
 
 @click.command("logs")
@@ -72,7 +126,7 @@ def command(
     if not parts and (not follow or outcome_of(events.events)):
         raise ConfigError(_explain_nothing(run, events.events, asked))
     show = _show_json if as_json else _Shower(is_single=rank is not None)
-    lines = Lines(Reader(lambda: cluster.connect(address) is not None))
+    lines = Lines(Reader(address).read)
     if follow:
         _follow(events, lines, show, find)
     else:

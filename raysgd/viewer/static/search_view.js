@@ -68,8 +68,9 @@ function axisOf(runs, column) {
   if (numbers.length && !others.length) {
     const [low, high] = bounds, isLog = low > 0 && high / low > 50, scale = value => isLog ? Math.log(value) : value;
     const distinct = [...new Set(numbers)].sort((a, b) => a - b), width = scale(high) - scale(low), back = place => isLog ? Math.exp(scale(low) + place * width) : low + place * width;
+    const isSparse = distinct.length <= 8 && distinct.every((value, i) => !i || scale(value) - scale(distinct[i - 1]) > 0.06 * width);
     return { column, isLog, at: value => { const found = asNumber(value); return isFiniteNumber(found) ? width > 0 ? (scale(found) - scale(low)) / width : 0.5 : null; },
-             ticks: distinct.length <= 8 ? distinct.map(value => [width > 0 ? (scale(value) - scale(low)) / width : 0.5, shownValue(value, column)]) : [0, 0.25, 0.5, 0.75, 1].map(place => [place, shownValue(Number(back(place).toPrecision(3)), column)]) };
+             ticks: isSparse ? distinct.map(value => [width > 0 ? (scale(value) - scale(low)) / width : 0.5, shownValue(value, column)]) : [0, 0.25, 0.5, 0.75, 1].map(place => [place, shownValue(Number(back(place).toPrecision(3)), column)]) };
   }
   const names = [...new Set(values.filter(value => value !== undefined && !Number.isNaN(value)).map(value => shownValue(value, column)))]
     .sort((a, b) => a.localeCompare(b, undefined, { numeric: true })), places = new Map(names.map((name, i) => [name, names.length > 1 ? i / (names.length - 1) : 0.5]));

@@ -17,7 +17,8 @@ function chosenColumns(runs) {  // without a choice: what differs, and the first
 }
 const found = () => { const tests = parseQuery(state.q); return listedRuns().filter(run => matchesAll(run, tests)); };
 
-const runsGrid = new Grid({ label: "Runs", columns: () => chosenColumns(listedRuns()), sort: () => state.sort,
+let tableColumns = [];
+const runsGrid = new Grid({ label: "Runs", columns: () => tableColumns, sort: () => state.sort,
   setSort: sort => { setState({ sort }); show("all-runs"); }, actions: run => editButton(run) });
 const editor = h("dialog", { class: "editor", "aria-labelledby": "editor-title" });
 
@@ -36,7 +37,7 @@ addSection("runs", { id: "all-runs", title: "All runs", show: showTable, content
   h("div", { id: "groups" }), runsGrid.element, editor] });
 
 function showTable() {
-  const all = listedRuns(), shown = found(), columns = chosenColumns(all);
+  const all = listedRuns(), shown = found(), columns = tableColumns = chosenColumns(shown.length ? shown : all);
   if (document.activeElement !== byId("q")) byId("q").value = state.q;
   const configs = differingConfigs(all);
   fill(byId("group"), configs, () => [h("option", { value: "", text: "nothing" }), ...configs.map(column => h("option", { value: column, text: titleOf(column) }))]);
@@ -62,12 +63,12 @@ function chooseRuns(runs) {
 function compareFound() { chooseRuns(runsGrid.runs.slice(0, MOST_COMPARED)); }
 
 function showColumns() {
-  const all = listedRuns(), columns = columnsOf(all), chosen = chosenColumns(all), words = byId("column-filter").value.toLowerCase();
+  const all = listedRuns(), columns = columnsOf(all), chosen = tableColumns, words = byId("column-filter").value.toLowerCase();
   const shown = columns.filter(column => titleOf(column).toLowerCase().includes(words)).slice(0, 200);
   if (!byId("columns").open && byId("column-choice").childElementCount) return;
   fill(byId("column-choice"), [shown, chosen], () => shown.map(column => {
     const box = h("input", { type: "checkbox", id: `column-${column}`, onchange: () => {
-      setState({ column: box.checked ? [...chosenColumns(all), column] : chosenColumns(all).filter(other => other !== column) });
+      setState({ column: box.checked ? [...tableColumns, column] : tableColumns.filter(other => other !== column) });
       show("all-runs");
     } });
     box.checked = chosen.includes(column);
