@@ -230,6 +230,53 @@ def test_any_metric_is_an_axis_and_runs_with_the_same_epochs_keep_all_points(
         assert tab.complaints == []
 
 
+ODD = {
+    "tiny": [1e-30 * (1 + i) for i in range(50)],
+    "huge": [1e300 * (1 + i) for i in range(50)],
+    "offset": [1e6 + i / 100 for i in range(50)],
+    "large_bytes": [1e9 + i for i in range(50)],
+    "zero": [0.0] * 50,
+    "signs": [math.sin(i) for i in range(50)],
+    "edge": [
+        0.99e-3 * 1.2**i for i in range(50)
+    ],  # uPlot's own ticks of a logarithmic axis never end for some of these
+    "alone": [1.0 if i % 2 else math.nan for i in range(50)],
+    "once": [0.5] + [None] * 49,
+    "__proto__": [0.5] * 50,
+    "x" * 300: [0.25] * 50,
+}
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+def test_odd_numbers_and_names_have_curves_and_ticks_that_differ(browser: Any, tmp_path: Path, is_log: bool) -> None:
+    rows = [{name: values[i] for name, values in ODD.items()} for i in range(50)]
+    address = f"{write_page(tmp_path, curve(tmp_path, rows))}#/charts?all=1{'&log=1' * is_log}"
+    with opened(browser, address) as tab:
+        tab.wait_for_curves(1)
+        script = """() => [...document.querySelectorAll("#charts .chart")].map(({ chart }) => {
+          chart.draw();
+          return new Promise(done => setTimeout(() => done([chart.options.name, chart.plot && chart.plot.axes[1]._values]), 20));
+        })"""
+        ticks = dict(tab.page.evaluate(f"Promise.all(({script})())"))
+        assert ticks.keys() == ODD.keys()
+        drawn = {name: texts for name, texts in ticks.items() if texts is not None}
+        assert ticks.keys() - drawn.keys() == ({"zero"} if is_log else set())
+        for name, texts in drawn.items():
+            assert len(texts) == len(set(texts)) > 1, (name, texts)
+        assert tab.num_drawn_curves() >= 4 and tab.complaints == []
+
+
+def test_thousands_of_metrics_are_shown_in_part(browser: Any, tmp_path: Path) -> None:
+    run = curve(tmp_path, [{f"task/{k:04d}": 0.5 for k in range(2000)}] * 2)
+    with opened(browser, write_page(tmp_path, run)) as tab:
+        tab.wait_for_curves(1)
+        tab.page.click("#more")
+        assert tab.text("#metrics-count") == "200 of 2000 metrics"
+        assert "Filter to see others than the first 200" in tab.text("#metrics-note")
+        tab.page.fill("#filter", "1999")
+        assert tab.page.locator("#charts h3").all_inner_texts() == ["task/1999"]
+
+
 def test_chart_is_saved_as_csv_and_png(browser: Any, pair: list[Path], tmp_path: Path) -> None:
     with opened(browser, f"{write_page(tmp_path, *pair)}#/charts?smooth=0.5") as tab:
         tab.wait_for_curves(2)

@@ -70,12 +70,18 @@ const numberOfValues = values => values.reduce((count, value) => count + (typeof
 
 // ------------------------------------------------------------------------------------------------------------- axes
 
-const isSeconds = format => format === seconds;
 function xLabelOf(kind) {
   return { iteration: "training iteration", time: "time since the start", training: "time in training" }[kind] || kind.slice("metric:".length);
 }
 const xFormatOf = kind => kind === "time" || kind === "training" ? seconds : kind === "iteration" ? number : formatOf(xLabelOf(kind));
 
+function paddedRange(min, max, isLog) {
+  if (isLog) return uPlot.rangeLog(min, max, 10, false);
+  if (min === 0 && max === 0) return [-1, 1];
+  if (max - min > 1e-20 || (min === max && Math.abs(min) > 1e-20)) return uPlot.rangeNum(min, max, 0.1, true);
+  const room = (max - min) / 10 || Math.abs(max);  // uPlot takes these for 0
+  return [min - room, max + room];
+}
 // The range without the highest and the lowest twentieth of the values in view.
 function clippedRange(plot) {
   const values = [], [from, to] = plot.series[0].idxs;
@@ -184,12 +190,11 @@ class Chart {
   settings(curves) {
     const text = css("--soft"), grid = { stroke: css("--grid"), width: 1 }, format = this.options.format, xFormat = xFormatOf(this.xKind);
     const axis = { stroke: text, grid, ticks: grid, font: FONT };
-    const ticks = form => isSeconds(form) ? { incrs: TIME_STEPS, values: (_, all) => secondTicks(all) }
-      : { values: (_, all) => all.map(v => v === null ? "" : form(v)) };
+    const ticks = (form, count) => ({ incrs: [Number.MAX_VALUE], values: (_, all) => tickTexts(all, form), filter: (_, all) => all,
+      splits: (plot, k, min, max) => k && this.isLog ? logTicksOf(min, max, count(plot)) : ticksOf(min, max, count(plot), form === seconds ? TIME_STEPS : null) });
     const range = (plot, min, max) => {
       if (state.clip) [min, max] = clippedRange(plot);
-      if (min === null) return [null, null];
-      return this.isLog ? uPlot.rangeLog(min, max, 10, false) : uPlot.rangeNum(min, max, 0.1, true);
+      return min === null ? [null, null] : paddedRange(min, max, this.isLog);
     };
     return {
       width: Math.max(120, Math.floor(this.holder.clientWidth)), height: PLOT_HEIGHT,
@@ -200,7 +205,8 @@ class Chart {
       series: [{}, ...curves.map((curve, i) => ({
         label: curve.label, stroke: curve.colour, width: curve.isRaw ? 1 : 1.75, dash: DASHES[curve.dash || 0], show: !this.hidden.has(curve.label),
         points: { show: !curve.isRaw && numberOfValues(curve.y) < 60, size: 5, filter: (_, k, isShown) => isShown ? null : this.lonely[k] } }))],
-      axes: [{ ...axis, ...ticks(xFormat), space: 72, label: xLabelOf(this.xKind), labelSize: 18, size: 32, labelFont: FONT }, { ...axis, ...ticks(format), size: 66 }],
+      axes: [{ ...axis, ...ticks(xFormat, plot => plot.width / 100), label: xLabelOf(this.xKind), labelSize: 18, size: 32, labelFont: FONT }, 
+             { ...axis, ...ticks(format, () => 6), size: (_, texts) => texts ? 18 + 6.2 * Math.max(2, ...texts.map(text => text.length)) : 50 }],
       hooks: {
         setSelect: [plot => {
           if (plot.select.width > 4) this.setZoom([plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x")]);
