@@ -332,6 +332,10 @@ def test_keys_do_what_the_dialog_lists_and_can_be_turned_off(browser: Any, pair:
         keyboard.press("j")
         keyboard.press("j")
         assert tab.page.evaluate("document.activeElement === document.querySelectorAll('.chart')[1]")
+        last = tab.page.locator("#charts .legend .value").nth(3).inner_text()
+        keyboard.press("Shift+ArrowLeft")
+        keyboard.press("Shift+ArrowLeft")
+        assert tab.page.locator("#charts .legend .value").nth(3).inner_text() != last
         keyboard.press("t")
         keyboard.press("t")
         tab.wait_for("document.documentElement.dataset.theme === 'dark'")
@@ -347,3 +351,33 @@ def test_keys_do_what_the_dialog_lists_and_can_be_turned_off(browser: Any, pair:
         keyboard.press("l")
         assert tab.page.is_checked("#log")
         assert tab.complaints == []
+
+
+@pytest.mark.alone
+def test_many_long_curves_are_drawn_soon_and_scroll_without_pauses(browser: Any, tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "long")
+    run.begin_attempt([11])
+    for first in range(0, 20_000, 500):
+        run.report(*({f"m{k:02d}": math.sin((first + i) / (50 + k)) for k in range(50)} for i in range(500)))
+        run.now += 500
+    run.end()
+    with opened(browser, f"{write_page(tmp_path, run.path)}#/charts?all=1") as tab:
+        tab.wait_for_curves(6)
+        tab.page.evaluate("""() => {
+          window.pauses = [];
+          new PerformanceObserver(list => pauses.push(...list.getEntries().map(entry => entry.duration)))
+            .observe({ type: "longtask" });
+        }""")
+        tab.page.mouse.move(600, 700)
+        for _ in range(60):
+            tab.page.mouse.wheel(0, 150)
+            tab.page.wait_for_timeout(30)
+        assert tab.page.evaluate("pauses") == [], "tasks of more than 50 ms"
+        tab.page.reload()
+        tab.wait_for_curves(1)
+        script = """() => {
+          const began = performance.now();
+          for (const chart of page.charts.values()) chart.draw();
+          return performance.now() - began;
+        }"""
+        assert tab.page.evaluate(script) < 2000

@@ -128,7 +128,7 @@ class Chart {
     const save = (text, kind, content) => h("button", { type: "button", text, "aria-label": `Save ${this.title} as ${text}`,
       onclick: async () => { const made = await content(); if (made) download(new Blob([made], { type: kind }), `${options.title}.${text.toLowerCase()}`); } });
     this.element = h("div", { class: "chart", tabindex: 0, role: "group",
-        "aria-label": `Curve of ${this.title}. Plus and minus zoom, left and right move, 0 shows all.`, onkeydown: event => this.press(event) },
+        "aria-label": `Curve of ${this.title}. Plus and minus zoom, left and right move, with shift they read values, 0 shows all.`, onkeydown: event => this.press(event) },
       h("div", { class: "head" }, h("h3", { text: this.title }), h("div", { class: "buttons" }, options.button || null,
         save("CSV", "text/csv", () => this.toTable()), save("PNG", "image/png", () => this.toPicture()))),
       this.holder, this.legend, this.note);
@@ -265,6 +265,12 @@ class Chart {
   }
   press(event) {
     if (event.target !== this.element || !this.plot || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.shiftKey && event.key.startsWith("Arrow")) {  // the values of one point after the other are in the legend
+      event.preventDefault();
+      const { cursor, over } = this.plot, from = cursor.left >= 0 ? cursor.left : over.clientWidth;
+      this.plot.setCursor({ left: Math.min(Math.max(from + (event.key === "ArrowLeft" ? -6 : 6), 0), over.clientWidth - 1), top: 10 });
+      return;
+    }
     const { min, max } = this.plot.scales.x, middle = (min + max) / 2, half = (max - min) / 2;
     const steps = { "+": [middle - half / 2, middle + half / 2], "=": [middle - half / 2, middle + half / 2],
                     "-": [middle - 2 * half, middle + 2 * half], ArrowLeft: [min - half / 2, max - half / 2],
@@ -337,6 +343,6 @@ function setZoom(range) {
 addEventListener("beforeprint", () => {
   applyTheme("light");
   show();
-  for (const chart of page.charts.values()) if (chart.element.isConnected) chart.draw();
+  for (const chart of page.charts.values()) if (chart.element.checkVisibility()) chart.draw();
 });
 addEventListener("afterprint", () => { applyTheme(); show(); });
