@@ -263,6 +263,10 @@ def test_odd_numbers_and_names_have_curves_and_ticks_that_differ(browser: Any, t
         assert ticks.keys() - drawn.keys() == ({"zero"} if is_log else set())
         for name, texts in drawn.items():
             assert len(texts) == len(set(texts)) > 1, (name, texts)
+        notes = [chart.inner_text() for chart in tab.page.locator("#charts .chart").all()]
+        assert [text.partition("\n")[0] for text in notes if "not above 0" in text] == (
+            ["zero", "signs"] if is_log else []
+        )
         assert tab.num_drawn_curves() >= 4 and tab.complaints == []
 
 

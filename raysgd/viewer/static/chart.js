@@ -159,7 +159,7 @@ class Chart {
     }
     if (this.isLog) {
       let count = 0;
-      for (const curve of curves) curve.y = curve.y.map(v => (v <= 0 ? (count += this.smoothing && !curve.isRaw ? 0 : 1, null) : v));
+      for (const curve of curves) curve.y = curve.y.map(v => (typeof v === "number" && v <= 0 ? (count += this.smoothing && !curve.isRaw ? 0 : 1, null) : v));
       if (count) notes.push(`${count} value${count > 1 ? "s are" : " is"} not above 0, and not drawn on a logarithmic axis.`);
     }
     this.note.textContent = notes.filter(Boolean).join(" ");
