@@ -53,6 +53,7 @@ function secondTicks(values) {
   };
   return values.map(textOf);
 }
+const WHOLE_STEPS = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map(digit => digit * 10 ** power)).flat();
 // The places of ticks, some `count` of them; uPlot's own have no steps below 1e-16, and none above 1e32.
 function ticksOf(min, max, count, steps = null) {
   const least = (max - min) / count, power = 10 ** Math.floor(Math.log10(least));

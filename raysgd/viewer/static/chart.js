@@ -190,8 +190,8 @@ class Chart {
   settings(curves) {
     const text = css("--soft"), grid = { stroke: css("--grid"), width: 1 }, format = this.options.format, xFormat = xFormatOf(this.xKind);
     const axis = { stroke: text, grid, ticks: grid, font: FONT };
-    const ticks = (form, count) => ({ incrs: [Number.MAX_VALUE], values: (_, all) => tickTexts(all, form), filter: (_, all) => all,
-      splits: (plot, k, min, max) => k && this.isLog ? logTicksOf(min, max, count(plot)) : ticksOf(min, max, count(plot), form === seconds ? TIME_STEPS : null) });
+    const ticks = (form, count, steps = form === seconds ? TIME_STEPS : null) => ({ incrs: [Number.MAX_VALUE], values: (_, all) => tickTexts(all, form), filter: (_, all) => all,
+      splits: (plot, k, min, max) => k && this.isLog ? logTicksOf(min, max, count(plot)) : ticksOf(min, max, count(plot), steps) });
     const range = (plot, min, max) => {
       if (state.clip) [min, max] = clippedRange(plot);
       return min === null ? [null, null] : paddedRange(min, max, this.isLog);
@@ -205,7 +205,7 @@ class Chart {
       series: [{}, ...curves.map((curve, i) => ({
         label: curve.label, stroke: curve.colour, width: curve.isRaw ? 1 : 1.75, dash: DASHES[curve.dash || 0], show: !this.hidden.has(curve.label),
         points: { show: !curve.isRaw && numberOfValues(curve.y) < 60, size: 5, filter: (_, k, isShown) => isShown ? null : this.lonely[k] } }))],
-      axes: [{ ...axis, ...ticks(xFormat, plot => plot.width / 100), label: xLabelOf(this.xKind), labelSize: 18, size: 32, labelFont: FONT }, 
+      axes: [{ ...axis, ...ticks(xFormat, plot => plot.width / 100, this.xKind === "iteration" ? WHOLE_STEPS : undefined), label: xLabelOf(this.xKind), labelSize: 18, size: 32, labelFont: FONT },
              { ...axis, ...ticks(format, () => 6), size: (_, texts) => texts ? 18 + 6.2 * Math.max(2, ...texts.map(text => text.length)) : 50 }],
       hooks: {
         setSelect: [plot => {
