@@ -56,6 +56,7 @@ if _typing.TYPE_CHECKING:
         world_rank,
         world_size,
     )
+    from raysgd.session.media import Histogram, Image
     from raysgd.torch.devices import device
     from raysgd.train.templates import Finetuner, PreTrainer, TemplateSettings
     from raysgd.trainer.stream import ResultStream
@@ -84,6 +85,7 @@ _NAMES_OF = {
         "list_checkpoints", "load_checkpoint", "local", "local_rank", "local_world_size", "node_rank", "report",
         "save_checkpoint", "should_stop", "world_rank", "world_size",
     ),
+    "raysgd.session.media": ("Histogram", "Image"),
     "raysgd.torch.devices": ("device",),
     "raysgd.train.templates": ("Finetuner", "PreTrainer", "TemplateSettings"),
     "raysgd.trainer.stream": ("ResultStream",),
@@ -111,8 +113,8 @@ __all__ = [  # noqa: RUF022 - in the order of the documentation
     "TorchConfig", "HorovodConfig", "TensorflowConfig", "JaxConfig", "EnvConfig", "NoneConfig",
     "Backend", "BackendConfig", "Coordinator",
     "Callback", "Stop",
-    "report", "save_checkpoint", "load_checkpoint", "list_checkpoints", "SavedArray", "get_dataset", "get_datasets",
-    "should_stop", "barrier", "broadcast", "gather", "device",
+    "report", "Image", "Histogram", "save_checkpoint", "load_checkpoint", "list_checkpoints", "SavedArray",
+    "get_dataset", "get_datasets", "should_stop", "barrier", "broadcast", "gather", "device",
     "world_rank", "world_size", "local_rank", "local_world_size", "node_rank", "data_parallel_rank", "data_parallel_size",
     "in_worker", "local",
     "load_run", "compare_runs",

@@ -98,6 +98,8 @@ class RunInfo:
 #: The states of a run that has ended, and those of one that is live; see `RunStatus`.
 ENDED = frozenset({"done", "stopped", "cancelled", "error"})
 LIVE = frozenset({"starting", "running", "recovering", "paused", "ending"})
+#: Why a run was cancelled that is a trial, as its files have it.
+ENDED_BY_SEARCH = "the search ended this trial"
 
 
 @dataclass(frozen=True)

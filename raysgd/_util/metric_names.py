@@ -7,11 +7,15 @@ level the longest key is tried first. A dict of metrics is a group and not a met
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 Keys = tuple[str, ...]
 
+#: Patterns of metrics in the order in which most people look at them; those of ``LAST`` count, and come after all others.
+FIRST = ("loss|error|perplex|ppl", "acc|score|f1|reward|auc|bleu|iou", "^lr$|learning_rate")
+LAST = "(^|/)(epoch|step)$"
 _MAX_NAMES = 10
 _MIN_LIKENESS = 0.7
 
@@ -72,6 +76,17 @@ def flatten(metrics: Mapping[Any, Any]) -> dict[str, Any]:
             if length >= lengths.get(name, 0):
                 found[name], lengths[name] = leaf, length
     return found
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return the names of metrics in the order in which lists and pages show them."""
+    return sorted(names, key=_rank)
+
+
+def _rank(name: str) -> int:
+    if re.search(LAST, name):
+        return len(FIRST) + 1
+    return next((place for place, each in enumerate(FIRST) if re.search(each, name, re.IGNORECASE)), len(FIRST))
 
 
 def nearest(name: str, names: Collection[str]) -> str:

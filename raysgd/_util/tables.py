@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 #: Wider than any line: a program, a pager or a notebook gets one line for each row.
-_ANY_WIDTH = 100_000
+ANY_WIDTH = 100_000
 _HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace">{code}</pre>'
 
 
@@ -56,13 +56,13 @@ def make_table(
     return table
 
 
-def as_text(*shown: RenderableType, width: int = _ANY_WIDTH) -> str:
+def as_text(*shown: RenderableType, width: int = ANY_WIDTH) -> str:
     """Return what rich draws as lines without colours and without blanks at their ends."""
     text = _draw(shown, width).export_text()
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
-def as_html(*shown: RenderableType, width: int = _ANY_WIDTH) -> str:
+def as_html(*shown: RenderableType, width: int = ANY_WIDTH) -> str:
     """Return what rich draws as an element of HTML, for a notebook."""
     return _draw(shown, width).export_html(inline_styles=True, code_format=_HTML)
 

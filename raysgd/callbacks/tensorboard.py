@@ -1,4 +1,4 @@
-"""Write numeric metrics as TensorBoard scalars, by tensorboardX. Runs in the controller's helper process, without torch.
+"""Write metrics for TensorBoard, by tensorboardX. Runs in the controller's helper process, without torch.
 
 It uses tensorboardX's record writer and not its ``SummaryWriter``: one record per result, instead of one per metric
 through a pipe and two threads, and a reader sees each record at once.
@@ -7,14 +7,17 @@ through a pipe and two threads, and a reader sees each record at once.
 from __future__ import annotations
 
 import contextlib
+import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from raysgd._util.media import FOLDER, image_names, parse_histogram
 from raysgd.callbacks.folder import FileCallback, open_folder
-from raysgd.callbacks.values import numbers, split_automatic, strict_json, unicode_text
+from raysgd.callbacks.values import flatten, numbers, split_automatic, strict_json, unicode_text
 from raysgd.config.checks import check_component
+from raysgd.errors import RaySGDError
 from raysgd.result import Result, RunInfo
 
 
@@ -22,8 +25,9 @@ class TensorBoardCallback(FileCallback):
     """Writes event files to ``{run_dir}/tensorboard``, for ``tensorboard --logdir`` of that folder or one above.
 
     Every number is a scalar at step ``training_iteration``: nested metrics under tags such as ``val/loss``, what raysgd
-    adds under ``raysgd/``; text, lists and bools are left out. The config is shown as text. When iterations are
-    repeated after a failure, a restart mark makes TensorBoard drop the earlier values.
+    adds under ``raysgd/``. A `raysgd.Image` is an image and a `raysgd.Histogram` a histogram; other text, lists and bools are
+    left out. The config is shown as text. When iterations are repeated after a failure, a restart mark makes TensorBoard drop
+    the earlier values.
 
     Args:
         subdir: Folder in the run's folder, such as ``logs/tb``.
@@ -39,6 +43,7 @@ class TensorBoardCallback(FileCallback):
 
     def on_run_start(self, info: RunInfo) -> None:
         self._last_step = None
+        self._run_dir = info.run_dir
         self._folder = open_folder(info.run_dir, *self._parts)
         self._writer = _EventFile(str(self._folder.path))
         if info.config:
@@ -56,8 +61,30 @@ class TensorBoardCallback(FileCallback):
             self._writer.mark_restart(step)
         self._last_step = step
         scalars = numbers(own) | {f"raysgd/{key}": value for key, value in numbers(automatic).items()}
-        self._writer.add_scalars(scalars, step, time.time() if when is None else when)
+        pictures = {tag: text for tag, value in flatten(own).items() for tag, text in _texts(tag, value)}
+        self._writer.add(scalars, self._read_images(pictures), pictures, step, time.time() if when is None else when)
         self._folder.sync()
+
+    def _read_images(self, texts: Mapping[str, str]) -> dict[str, bytes]:
+        """Return the images that texts refer to, by tag."""
+        names = {tag: image_names(text) for tag, text in texts.items()}
+        if not any(names.values()):
+            return {}
+        from raysgd.checkpoint.storage.storage import Storage
+
+        folder, found = Storage.from_uri(self._run_dir).child(FOLDER), {}
+        for tag, (name, *_) in ((tag, each) for tag, each in names.items() if each):
+            with contextlib.suppress(RaySGDError):  # the worker has warned that it could not be written
+                found[tag] = folder.read_bytes(name)
+        return found
+
+
+def _texts(tag: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a metric, each with a tag: those of a list are numbered."""
+    if isinstance(value, str):
+        yield tag, value
+    elif isinstance(value, list):
+        yield from ((f"{tag}/{place}", text) for place, text in enumerate(value) if isinstance(text, str))
 
 
 @contextlib.contextmanager
@@ -93,13 +120,39 @@ class _EventFile:
         self._event: Any = event_pb2.Event
         self._session_log: Any = event_pb2.SessionLog
         self._summary: Any = summary_pb2.Summary
+        self._histogram: Any = summary_pb2.HistogramProto
         # Nanoseconds in the name: two files of the same second would have the same name otherwise.
         self._writer: Any = EventsWriter(f"{folder}/events", f".{time.time_ns()}")
         self._writer.flush()
 
-    def add_scalars(self, scalars: dict[str, float], step: int, when: float) -> None:
-        values = [self._summary.Value(tag=unicode_text(tag), simple_value=value) for tag, value in scalars.items()]
+    def add(
+        self, scalars: dict[str, float], images: dict[str, bytes], texts: dict[str, str], step: int, when: float
+    ) -> None:
+        """Write numbers, PNG images, and the texts of histograms; other texts are left out."""
+        make = self._summary.Value
+        values = [make(tag=unicode_text(tag), simple_value=value) for tag, value in scalars.items()]
+        for tag, png in images.items():
+            width, height = struct.unpack(">II", png[16:24])
+            image = self._summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
+            values.append(make(tag=unicode_text(tag), image=image))
+        for tag, text in texts.items():
+            if (parsed := parse_histogram(text)) is not None:
+                values.append(make(tag=unicode_text(tag), histo=self._make_histogram(*parsed)))
         self._write(wall_time=when, step=step, summary=self._summary(value=values))
+
+    def _make_histogram(self, low: float, high: float, counts: list[int]) -> Any:
+        """Return a histogram whose sums are those of the middles of its bins, which is all that is known."""
+        width = (high - low) / len(counts)
+        middles = [low + (place + 0.5) * width for place in range(len(counts))]
+        return self._histogram(
+            min=low,
+            max=high,
+            num=sum(counts),
+            sum=sum(count * middle for count, middle in zip(counts, middles, strict=True)),
+            sum_squares=sum(count * middle**2 for count, middle in zip(counts, middles, strict=True)),
+            bucket_limit=[low + (place + 1) * width for place in range(len(counts))],
+            bucket=counts,
+        )
 
     def add_text(self, tag: str, markdown: str) -> None:
         from tensorboardX.summary import text

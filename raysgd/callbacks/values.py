@@ -31,6 +31,11 @@ def short(value: Any) -> str:
     return clip(in_one_line(value), _MAX_TEXT)
 
 
+def metrics_text(metrics: Mapping[str, Any]) -> str:
+    """Return metrics as ``loss=0.1235  val/acc=0.9``."""
+    return "  ".join(f"{name}={short(value)}" for name, value in flatten(metrics).items())
+
+
 def clip(text: str, width: int) -> str:
     """Cut the text to ``width`` characters, with ``...`` at its end."""
     return text if len(text) <= width else text[: max(width - 3, 0)] + "..."

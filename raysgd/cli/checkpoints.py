@@ -20,6 +20,7 @@ from raysgd.cli.console import (
     storage_flag,
     whole_number,
 )
+from raysgd.cli.runs.completing import run_argument
 from raysgd.cli.runs.finding import existing_folder, find_run
 from raysgd.cli.runs.listing import age
 from raysgd.errors import CheckpointError, CheckpointNotFoundError, ConfigError
@@ -98,12 +99,12 @@ def command(ctx: click.Context) -> None:
 
 
 @command.command("ls", short_help="List the checkpoints of a run.")
-@click.argument("run")
+@run_argument()
 @storage_flag
 @json_flag
 def list_command(run: str, storage_path: str, as_json: bool) -> int:
     """List the checkpoints of RUN, oldest first. Damaged ones are named; `verify` also reads the files."""
-    from raysgd.callbacks.values import short
+    from raysgd.callbacks.values import metrics_text
 
     folder = find_run(run, storage_path)
     found, damaged = _read_all(folder)
@@ -114,7 +115,7 @@ def list_command(run: str, storage_path: str, as_json: bool) -> int:
             (
                 each.folder.name,
                 each.manifest.iteration,
-                "  ".join(f"{name}={short(value)}" for name, value in each.manifest.metrics.items()) or None,
+                metrics_text(each.manifest.metrics) or None,
                 each.manifest.world_size,
                 _in_size(each.num_bytes),
                 age(each.manifest.created_s),
@@ -159,7 +160,7 @@ def _in_size(num_bytes: int) -> str:
 
 
 @command.command("show", short_help="Show metrics, files and arrays of a checkpoint.")
-@click.argument("checkpoint")
+@run_argument("checkpoint")
 @storage_flag
 @json_flag
 def show_command(checkpoint: str, storage_path: str, as_json: bool) -> int:
@@ -185,7 +186,7 @@ def show_command(checkpoint: str, storage_path: str, as_json: bool) -> int:
 
 
 def _facts(found: Found) -> list[tuple[str, Any]]:
-    from raysgd.callbacks.values import duration, short
+    from raysgd.callbacks.values import duration, metrics_text
 
     manifest = found.manifest
     return [
@@ -195,7 +196,7 @@ def _facts(found: Found) -> list[tuple[str, Any]]:
         ("training", duration(manifest.time_total_s)),
         ("workers", f"{manifest.world_size}, saved by {'all ranks' if manifest.all_ranks else 'rank 0'}"),
         ("size", _in_size(found.num_bytes)),
-        ("metrics", "  ".join(f"{name}={short(value)}" for name, value in manifest.metrics.items()) or None),
+        ("metrics", metrics_text(manifest.metrics) or None),
     ]
 
 
@@ -222,7 +223,7 @@ def _arrays(found: Found) -> Iterator[dict[str, Any]]:
 
 
 @command.command("verify", short_help="Compare all files with their checksums.")
-@click.argument("checkpoint")
+@run_argument("checkpoint")
 @storage_flag
 @json_flag
 def verify_command(checkpoint: str, storage_path: str, as_json: bool) -> int:
@@ -267,7 +268,7 @@ def verify_command(checkpoint: str, storage_path: str, as_json: bool) -> int:
 
 
 @command.command("merge", short_help="Write whole arrays in one part.")
-@click.argument("checkpoint")
+@run_argument("checkpoint")
 @click.argument("folder")
 @click.option("--allow-pickle", is_flag=True, help=_PICKLE)
 @storage_flag
@@ -290,7 +291,7 @@ def merge_command(checkpoint: str, folder: str, allow_pickle: bool, storage_path
 
 
 @command.command("export", short_help="Write the model as safetensors files.")
-@click.argument("checkpoint")
+@run_argument("checkpoint")
 @click.argument("folder")
 @click.option("--key", default="model", show_default=True, help="Where the model's state dict lies in the state.")
 @click.option("--whole-state", is_flag=True, help="The saved state itself is the model's state dict.")

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import click
 
 from raysgd._util.json import take_nonfinite
-from raysgd._util.tables import as_text, make_table
+from raysgd._util.tables import ANY_WIDTH, as_text, make_table
 
+#: The least width of a column whose cells are folded.
+_FOLDED_WIDTH = 40
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: Exit statuses. A command does what it says, or it finds that something is wrong, or its words cannot work.
@@ -77,16 +79,26 @@ def print_json(value: Any, *, is_line: bool = False) -> None:
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
     """Print rows of texts under the names of their columns; without a terminal as wide as they are, and without colours.
 
+    On a terminal, only cells of the last column are folded: a name that is cut in two can neither be read nor copied.
+
     Args:
         columns: The names; all empty: no head is shown.
         rows: The cells of each row; None is shown as ``-``.
         right: The columns whose cells are aligned to the right.
     """
     from rich.console import Console
+    from rich.measure import Measurement
 
     table = make_table(columns, rows, right=right, styles=_STYLES)
     console = Console(file=sys.stdout, highlight=False)
     if console.is_terminal:
+        *whole, last = table.columns
+        for column in whole:
+            column.no_wrap = True
+        options = console.options.update(max_width=ANY_WIDTH)
+        widths = [Measurement.get(console, options, each).maximum for each in (table, *last.cells)]
+        needed = widths[0] - max(0, max(widths[1:], default=0) - _FOLDED_WIDTH)
+        console.width = max(console.width, needed)  # the terminal continues what is wider on its next line
         console.print(table)
     else:
         print(as_text(table))

@@ -34,6 +34,8 @@ COMMANDS = {
     "resume": ("raysgd.cli.runs.control:resume_command", "Resume a paused run."),
     "stop": ("raysgd.cli.runs.control:stop_command", "End a detached run; its checkpoints stay."),
     "restore": ("raysgd.cli.runs.control:restore_command", "Start a run again from its newest checkpoint."),
+    "annotate": ("raysgd.cli.runs.keeping:annotate_command", "Give a run a title, tags and notes."),
+    "rm": ("raysgd.cli.runs.keeping:rm_command", "Delete runs with their checkpoints."),
     "compare": ("raysgd.cli.runs.listing:compare_command", "Find where two runs first differ."),
     "report": ("raysgd.cli.report", "Write a page about runs, as one HTML file."),
     "ui": ("raysgd.cli.ui", "Show the runs in a folder in a browser, also live ones."),

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from raysgd.cli.console import FAILED, SUCCEEDED, json_flag, open_in_browser, print_error, print_json, storage_flag
+from raysgd.cli.runs.completing import run_argument
 
 _DEFAULT_FILE = "raysgd-report.html"
 
@@ -19,7 +20,7 @@ _DEFAULT_FILE = "raysgd-report.html"
     help="Write a page about one or more runs: one HTML file with curves, timeline, config and errors. It loads nothing from "
     "a network. RUN is as for `raysgd status`: a folder, or a name in the storage path.",
 )
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@run_argument("runs", metavar="RUN...", nargs=-1, required=True)
 @click.option("-o", "--output", metavar="FILE", default=_DEFAULT_FILE, help=f"The file (default: {_DEFAULT_FILE}).")
 @click.option("--open", "opens", is_flag=True, help="Open the file in a browser.")
 @storage_flag

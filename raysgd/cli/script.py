@@ -24,12 +24,11 @@ from typing import Any, TextIO
 
 from raysgd.engine.config import EngineConfig, using_engine_config
 from raysgd.errors import ConfigError
+from raysgd.runs.output import MARK
 from raysgd.session import context
 
 #: Ray's log monitor shows what follows such a line as the name of the process; see ``ray._private.ray_constants``.
 _NAME_OF_PROCESS = ":actor_name:"
-#: Begins the lines by which a rank marks how far its output has come; the command does not show them.
-MARK = "::raysgd-output"
 _WITHOUT_ENGINE = (
     "raysgd run: the settings of the engine had no effect ({}): the script made no raysgd.Engine and did not call "
     "raysgd.accelerate."

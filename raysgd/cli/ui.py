@@ -39,6 +39,7 @@ _WAIT_S = 3600.0
 def command(folder: str | None, host: str, port: int, opens: bool, storage_path: str, as_json: bool) -> int:
     """Serve until Ctrl-C."""
     from raysgd.cli.runs.finding import existing_folder
+    from raysgd.cli.runs.logs import Reader
     from raysgd.viewer.catalog import Catalog
     from raysgd.viewer.server import ViewerServer
 
@@ -47,7 +48,13 @@ def command(folder: str | None, host: str, port: int, opens: bool, storage_path:
     if folder != DEFAULT_STORAGE_PATH and not storage.exists():
         raise click.UsageError(f"{storage.path_of('')} does not exist: give the folder that holds runs.")
     try:
-        server = ViewerServer(Catalog(storage), host, port)
+        server = ViewerServer(
+            Catalog(storage),
+            host,
+            port,
+            read_output=Reader(None).read,
+            is_editable=_is_loopback(host),
+        )
     except OSError as error:
         print_error(
             f"raysgd ui: cannot listen at {host}, port {port}: {error.strerror or error}; give another --host or --port."

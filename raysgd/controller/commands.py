@@ -135,9 +135,10 @@ class NodeDraining(Input):
 
 @dataclass(frozen=True)
 class CheckpointCommitted(Input):
-    """A checkpoint's manifest is on storage."""
+    """A checkpoint's manifest is on storage, which took ``seconds``."""
 
     manifest: Manifest
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

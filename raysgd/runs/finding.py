@@ -12,12 +12,12 @@ from raysgd.errors import ConfigError, RaySGDError
 #: How deep below a storage path a run may be: a Trainer's folder has runs, that of a search the folders of its trials.
 MAX_DEPTH = 3
 #: A folder with one of these files is that of a run. A run that has only begun has no other.
-_FILE_OF_RUN = re.compile(r"run\.json|events(-\d+)?\.jsonl")
+FILE_OF_RUN = re.compile(r"run\.json|events(-\d+)?\.jsonl")
 
 
 def is_run(folder: Storage) -> bool:
     """Return whether a folder is that of a run."""
-    return any(map(_FILE_OF_RUN.fullmatch, folder.list_names()))
+    return any(map(FILE_OF_RUN.fullmatch, folder.list_names()))
 
 
 def find_runs(folder: Storage, problems: list[str] | None = None) -> Iterator[Storage]:

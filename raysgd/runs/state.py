@@ -17,6 +17,7 @@ from raysgd.controller.journal.journal import SILENT_S, last_reports, read_descr
 from raysgd.controller.rounds import RoundMerger, check_reduce, reduce_metrics, replicas_of
 from raysgd.errors import CheckpointNotFoundError
 from raysgd.result import AUTOMATIC_KEYS, DATA_WAIT_FRACTION, Event
+from raysgd.runs.annotations import Annotations, read_annotations
 from raysgd.runs.finding import run_name
 from raysgd.runs.reading import outcome_of
 from raysgd.runs.tail import JournalTail
@@ -41,6 +42,7 @@ class RunState:
         num_failures: The failures so far.
         started_s: When it began, in seconds since the epoch; 0 if that is not known.
         ended_s: When it ended, or when its files were last added to.
+        annotations: Its title, tags and notes.
         description: The content of ``run.json``.
         events: Its events without samples, oldest first.
     """
@@ -56,6 +58,7 @@ class RunState:
     num_failures: int = 0
     started_s: float = 0.0
     ended_s: float = 0.0
+    annotations: Annotations = field(default_factory=Annotations)
     description: dict[str, Any] = field(default_factory=dict, repr=False)
     events: list[Event] = field(default_factory=list, repr=False)
 
@@ -73,7 +76,7 @@ class RunState:
     def to_json(self) -> dict[str, Any]:
         """Return the fields that programs want."""
         names = ("name", "run_dir", "state", "alias", "iteration", "world_size", "num_failures", "started_s", "ended_s")
-        return {**{name: getattr(self, name) for name in names}, "metrics": self.metrics}
+        return {**{name: getattr(self, name) for name in names}, **vars(self.annotations), "metrics": self.metrics}
 
 
 def read_state(folder: Storage) -> RunState:
@@ -154,6 +157,7 @@ class StateReader:
             num_failures=sum(event.kind == "failure" for event in events),
             started_s=float(self._description.get("started") or self._first_s or last.get("timestamp", 0.0)),
             ended_s=ended_s,
+            annotations=read_annotations(folder),
             description=self._description,
             events=list(events),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
@@ -13,6 +15,8 @@ from raysgd.controller.journal.journal import journal_files, parse_line
 
 #: Seconds to wait for a frame that is not in the files although a later one is: its file is written a moment later.
 _GAP_S = 5.0
+#: How the line of a sample of a worker's load begins.
+_SAMPLE = re.compile(rb'\{"seq":\d+,"attempt":\d+,"kind":"sample",')
 
 
 class JournalTail:
@@ -21,10 +25,11 @@ class JournalTail:
     Args:
         storage: The run's folder.
         clock: Returns seconds that only grow.
-        only_events: Leave out reports.
+        only_events: Leave out reports, and samples but for the last event of each read: most events are samples.
 
     Attributes:
         last_seq: The number of the last frame that was returned; -1 before the first.
+        is_behind: The files of reports have more than the last call was allowed to read.
         is_closed: The last frame of the run was returned.
     """
 
@@ -32,6 +37,7 @@ class JournalTail:
         self, storage: Storage, clock: Callable[[], float] = time.monotonic, *, only_events: bool = False
     ) -> None:
         self.last_seq = -1
+        self.is_behind = False
         self.is_closed = False
         self._storage = storage
         self._clock = clock
@@ -41,36 +47,46 @@ class JournalTail:
         self._waiting: list[Frame] = []
         self._gap_since: float | None = None
 
-    def read(self, *, is_final: bool = False) -> list[Frame]:
+    def read(self, *, max_bytes: int | None = None, is_final: bool = False) -> list[Frame]:
         """Return the frames that were written since the last call. Blocks.
 
         Args:
+            max_bytes: How much of the files of reports to read, but for the last line. None: all.
             is_final: Also return frames after a gap at once: the missing ones are not awaited.
 
         Raises:
             CheckpointNotFoundError: The folder is not a run's folder.
             CheckpointCorruptError: A file is damaged.
         """
-        for names, to_frame in journal_files(self._storage)[: 1 if self._only_events else None]:
-            for name in names:
-                if name not in self._complete:
-                    where = self._storage.path_of(name)
-                    self._waiting += [parse_line(line, to_frame, where) for line in self._new_lines(name)]
-            self._complete.update(names[:-1])  # only the last file of a kind grows
+        events, reports = journal_files(self._storage)
+        self._read_files(*events)
+        if not self._only_events:
+            self._read_files(*reports, max_bytes=max_bytes)
         self._waiting.sort(key=lambda frame: frame.seq)
-        return list(self._take(is_final or self._only_events))
+        return list(self._take((is_final and not self.is_behind) or self._only_events))
 
-    def _new_lines(self, name: str) -> list[bytes]:
-        offset = self._offsets.get(name, 0)
-
-        def read(file: BinaryIO) -> bytes:
-            file.seek(offset)
-            return bytes(file.read())
-
-        data = self._storage.read_with(name, read)
-        end = data.rfind(b"\n") + 1  # the last line may be half written
-        self._offsets[name] = offset + end
-        return [line for line in data[:end].split(b"\n") if line]
+    def _read_files(
+        self, names: list[str], to_frame: Callable[[bytes], Frame], *, max_bytes: int | None = None
+    ) -> None:
+        left = max_bytes
+        for name in names:
+            if name in self._complete:
+                continue
+            where = self._storage.path_of(name)
+            offset = self._offsets.get(name, 0)
+            data = self._storage.read_with(name, functools.partial(_read_lines, offset, left))
+            end = data.rfind(b"\n") + 1  # the last line may be half written
+            self._offsets[name] = offset + end
+            lines = [line for line in data[:end].split(b"\n") if line]
+            if self._only_events:
+                lines = [line for line in lines[:-1] if not _SAMPLE.match(line)] + lines[-1:]
+            self._waiting += [parse_line(line, to_frame, where) for line in lines]
+            left = None if left is None else left - len(data)
+            self.is_behind = left is not None and left <= 0
+            if self.is_behind:
+                return
+            if name != names[-1]:  # only the last file of a kind grows
+                self._complete.add(name)
 
     def _take(self, is_final: bool) -> Iterator[Frame]:
         """Yield the frames that follow one another; after a gap, those that have waited long enough."""
@@ -87,8 +103,21 @@ class JournalTail:
         self._waiting = self._waiting[num_taken:]
 
     def _may_skip_to(self, frame: Frame) -> bool:
+        if self.is_behind:
+            return False
         if frame.kind == frames.EVENT and frame.data["kind"] == "controller_restart":  # its numbers begin later
             return True
         now = self._clock()
         self._gap_since = now if self._gap_since is None else self._gap_since
         return now - self._gap_since >= _GAP_S
+
+
+def _read_lines(offset: int, max_bytes: int | None, file: BinaryIO) -> bytes:
+    """Return what is in a file from an offset on: all of it, or so much, and the rest of the line."""
+    file.seek(offset)
+    if max_bytes is None:
+        return bytes(file.read())
+    data = bytes(file.read(max_bytes))
+    while len(data) >= max_bytes and b"\n" not in data and (more := file.read(max_bytes)):
+        data += more
+    return data

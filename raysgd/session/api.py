@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 def report(metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
     """Report metrics for one round; takes microseconds and never waits for the driver.
 
-    Values are copied at the call: numbers, strings, bools, None, scalars of NumPy, torch, TensorFlow and JAX, and small
-    lists and dicts of these. A scalar on a GPU is copied without a wait and read in another thread, so no sync is forced.
+    Values are copied at the call: numbers, strings, bools, None, scalars of NumPy, torch, TensorFlow and JAX, a
+    `raysgd.Image` or `raysgd.Histogram`, and small lists and dicts of these. A scalar on a GPU is copied without a wait and
+    read in another thread, so no sync is forced.
 
     Args:
         metrics: A dict of metrics, in place of or in addition to keywords.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from raysgd._util.json import encode, encode_rows
 from raysgd.errors import MetricError
 from raysgd.session.events import PartSafe, Reports, Saved, WorkerEvent
+from raysgd.session.media import Image
 from raysgd.session.metrics import read_deferred
 
 Row = tuple[float, float, dict[str, Any]]
@@ -40,16 +41,27 @@ class _Unencoded(NamedTuple):
 class EventQueue:
     """Events on their way out of the worker, in the order in which they were put.
 
+    Args:
+        flush_interval_s: See below.
+        clock: Returns seconds that only grow.
+        keep_image: Gets the images of a report before it is sent. It does not raise.
+
     Attributes:
         flush_interval_s: The shortest time between two batches.
         unreadable: The error of a metric that was accepted and could not be read later, such as one on a device that failed.
             No report is sent from that one on; the session raises the error in the training thread.
     """
 
-    def __init__(self, flush_interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        flush_interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        keep_image: Callable[[Image], None] = lambda image: None,
+    ) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.flush_interval_s = flush_interval_s
         self._clock = clock
+        self._keep_image = keep_image
         self._urgent = threading.Event()
         self._last_flush = self._last_part = float("-inf")
         self._num_reports = 0
@@ -151,10 +163,10 @@ class EventQueue:
         closes.clear()
 
     def _encode_readable(self, rows: list[Row]) -> bytes:
-        """Encode rows with scalars on a device, which are read now; drop the first unreadable one and those after it."""
+        """Encode rows with images or scalars on a device, read now; drop the first unreadable one and those after it."""
         for number, row in enumerate(rows):
             try:
-                rows[number] = (*row[:2], read_deferred(row[2]))
+                rows[number] = (*row[:2], read_deferred(row[2], self._keep_image))
                 encode_rows(rows[number : number + 1])
             except Exception as error:
                 self.unreadable = _name_unreadable(row[2], error)

@@ -86,12 +86,14 @@ class PartSafe:
 
     Attributes:
         unsharded_digest: Digest of everything in the part except array shards; None where it has no shards.
+        seconds: How long that took, from the rank's call.
     """
 
     call: int
     files: tuple[FileEntry, ...]
     rank_state: dict[str, Any] = field(default_factory=dict)
     unsharded_digest: str | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

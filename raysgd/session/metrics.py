@@ -17,6 +17,7 @@ from raysgd._util.json import encode
 from raysgd._util.text import with_article
 from raysgd.errors import MetricError
 from raysgd.result import AUTOMATIC_KEYS, DATA_WAIT_FRACTION
+from raysgd.session.media import Histogram, Image
 
 MAX_METRICS_BYTES = 1 << 20
 _SMALL = frozenset({float, bool, type(None)})
@@ -51,6 +52,9 @@ class Deferred:
         return self._read()
 
 
+_READ_LATER = frozenset({Deferred, Image})
+
+
 def copy_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of ``metrics`` in plain types.
 
@@ -79,24 +83,32 @@ def copy_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def read_deferred(value: Any) -> Any:
-    """Return ``value`` with every `Deferred` in it read."""
+def read_deferred(value: Any, keep: Callable[[Image], None] = lambda image: None) -> Any:
+    """Return ``value`` with every `Deferred` in it read, and every image replaced by its text.
+
+    Args:
+        value: Metrics, or a part of them.
+        keep: Gets each image.
+    """
     kind = type(value)
     if kind is Deferred:
         return value.read()
     if kind is dict:
-        return {key: read_deferred(item) for key, item in value.items()}
+        return {key: read_deferred(item, keep) for key, item in value.items()}
     if kind is list:
-        return [read_deferred(item) for item in value]
+        return [read_deferred(item, keep) for item in value]
+    if kind is Image:
+        keep(value)
+        return value.text
     return value
 
 
 def has_deferred(value: Any) -> bool:
-    """Return whether a `Deferred` is in ``value``."""
+    """Return whether ``value`` contains what `read_deferred` reads or replaces."""
     kind = type(value)
     if kind is dict:
         return any(map(has_deferred, value.values()))
-    return any(map(has_deferred, value)) if kind is list else kind is Deferred
+    return any(map(has_deferred, value)) if kind is list else kind in _READ_LATER
 
 
 def _copy(key: str, value: Any, depth: int) -> tuple[Any, int]:
@@ -125,7 +137,7 @@ def _copy(key: str, value: Any, depth: int) -> tuple[Any, int]:
     scalar = _copy_scalar(value)
     if scalar is None:
         raise MetricError(f"report({key}=...) got {_describe(value)}, not a metric; {_advice(value)}.", key=key)
-    return (scalar[0], 8) if type(scalar[0]) is Deferred else _copy(key, scalar[0], depth)
+    return (scalar[0], 8) if type(scalar[0]) in _READ_LATER else _copy(key, scalar[0], depth)
 
 
 def _copy_mapping(key: str, value: Mapping[Any, Any], depth: int) -> tuple[dict[str, Any], int]:
@@ -177,11 +189,13 @@ def _without_deferred(value: Any) -> Any:
         return {key: _without_deferred(item) for key, item in value.items()}
     if kind is list:
         return [_without_deferred(item) for item in value]
-    return 0.0 if kind is Deferred else value
+    return 0.0 if kind is Deferred else value.text if kind is Image else value
 
 
 def _copy_scalar(value: Any) -> tuple[Any] | None:
-    """Return the copy of a framework's scalar in a 1-tuple, or None if it is not a scalar of a known framework."""
+    """Return the copy of a framework's scalar, an image or a histogram in a 1-tuple; None if it is nothing of these."""
+    if isinstance(value, (Image, Histogram)):
+        return (value.text,) if isinstance(value, Histogram) else (value,)
     module = type(value).__module__.partition(".")[0]
     if getattr(value, "shape", None) not in ((), None) and tuple(value.shape) != ():
         return None

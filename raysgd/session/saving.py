@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,13 @@ class Job:
     """A snapshot that goes to several destinations; its buffer is free again when all of them are done with it.
 
     Args:
+        began: When the training thread called, by `time.monotonic`.
         uses: The number of destinations.
     """
 
-    def __init__(self, call: int, snapshot: Snapshot, rank_state: dict[str, Any], uses: int) -> None:
+    def __init__(self, call: int, snapshot: Snapshot, rank_state: dict[str, Any], began: float, uses: int) -> None:
         self.call = call
+        self.began = began
         self.snapshot = snapshot
         self.rank_state = rank_state
         self._uses = uses
@@ -174,12 +177,12 @@ class CheckpointWriter:
         """
         from raysgd.checkpoint.snapshot import take_snapshot  # NumPy: the controller imports this module without it
 
-        waited_s = self._pool.waited_s
+        began, waited_s = time.monotonic(), self._pool.waited_s
         shards = None if shared_by is None else ShardWriter(shared_by)
         snapshot = take_snapshot(state, self._pool, allow_pickle=allow_pickle, shards=shards)
         self._warn_of_wait(self._pool.waited_s - waited_s)
         is_stored = (self._first_number + call) % self._stored_every == 0
-        job = Job(call, snapshot, rank_state, is_stored + (self._payloads is not None))
+        job = Job(call, snapshot, rank_state, began, is_stored + (self._payloads is not None))
         if self._payloads is not None:
             self._payloads.offer(job)
         if is_stored:
@@ -191,7 +194,7 @@ class CheckpointWriter:
 
         A storage failure becomes an event, as in `save`. A source that is missing or cannot be read raises.
         """
-        source = os.path.abspath(os.fspath(path))
+        source, began = os.path.abspath(os.fspath(path)), time.monotonic()
         try:
             entries = self._folder(call).put_path(source, self._prefix)
         except (StorageError, CheckpointNotFoundError) as error:
@@ -199,7 +202,7 @@ class CheckpointWriter:
                 raise
             self._put(PartFailed(call, f"{type(error).__name__}: {error}"))
         else:
-            self._put(PartSafe(call, tuple(entries), rank_state))
+            self._put(PartSafe(call, tuple(entries), rank_state, seconds=time.monotonic() - began))
 
     def save_nothing(self, call: int, rank_state: dict[str, Any]) -> None:
         """Save the part of a rank that gives no state: its small state only."""
@@ -244,7 +247,8 @@ class CheckpointWriter:
         while (job := self._jobs.get()) is not None:
             try:
                 entries = job.snapshot.write(self._folder(job.call), self._prefix)
-                self._put(PartSafe(job.call, tuple(entries), job.rank_state, job.snapshot.unsharded_digest()))
+                digest, seconds = job.snapshot.unsharded_digest(), time.monotonic() - job.began
+                self._put(PartSafe(job.call, tuple(entries), job.rank_state, digest, seconds))
             except Exception as error:  # the controller must learn of every error
                 self._put(PartFailed(job.call, f"{type(error).__name__}: {error}"))
             finally:

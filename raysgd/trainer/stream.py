@@ -179,10 +179,14 @@ class ResultStream:
         assert self._values is not None
         return self._open_values(self._values)
 
-    def cancel(self) -> None:
-        """Request the end of the run; returns at once. Its checkpoints stay."""
+    def cancel(self, why: str = "ResultStream.cancel() was called") -> None:
+        """Request the end of the run; returns at once. Its checkpoints stay.
+
+        Args:
+            why: The reason that the run's files have.
+        """
         self._is_cancelled = True
-        self._channel.stop(self._run_id, StopRequested("ResultStream.cancel() was called", cancel=True))
+        self._channel.stop(self._run_id, StopRequested(why, cancel=True))
 
     def __repr__(self) -> str:
         state = "running" if self._outcome is None else self._outcome["kind"]

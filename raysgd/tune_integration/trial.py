@@ -20,7 +20,7 @@ from raysgd.checkpoint.retention import RetentionPolicy
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.controller.requests import TrainerSpec
 from raysgd.errors import ConfigError, RaySGDError, RunCancelledError
-from raysgd.result import AUTOMATIC_KEYS, Result
+from raysgd.result import AUTOMATIC_KEYS, ENDED_BY_SEARCH, Result
 from raysgd.trainer.arguments import RunArguments
 from raysgd.trainer.run_manager import RunManager
 from raysgd.trainer.stream import ResultStream
@@ -161,7 +161,7 @@ class Trial:
             self._set_stream(None)
         if stream is not None:
             if stream.is_live:
-                stream.cancel()
+                stream.cancel(ENDED_BY_SEARCH)
             if not stream.wait_closed(_END_S):
                 self.close()
             self._prune(stream)
@@ -174,6 +174,8 @@ class Trial:
         runs, self._runs = self._runs, None
         if runs is not None:
             with contextlib.suppress(RayError):
+                if stream is not None and stream.is_live:
+                    stream.cancel(ENDED_BY_SEARCH)
                 runs.shutdown()  # cancels a live run, and waits for its end
         if stream is not None:
             self._prune(stream)
@@ -254,7 +256,7 @@ class Trial:
                 if quiet_s > (_ABANDONED_S if stream.checkpoints else _ABANDONED_WITHOUT_CHECKPOINT_S):
                     self._is_abandoned = True
                     with contextlib.suppress(RayError):
-                        stream.cancel()
+                        stream.cancel(ENDED_BY_SEARCH)
 
     def _restart_abandoned(self) -> None:
         """Start an abandoned run again from its newest checkpoint, since Tune asks for more results after all."""

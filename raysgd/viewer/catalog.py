@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -11,9 +12,11 @@ from typing import Any
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import CheckpointNotFoundError, RaySGDError
 from raysgd.result import ENDED
+from raysgd.runs.annotations import read_annotations
 from raysgd.runs.finding import find_runs, run_name
 from raysgd.runs.state import StateReader
 from raysgd.viewer.run_data import RunData
+from raysgd.viewer.table import row_of
 
 #: Runs whose contents are kept in memory.
 _MAX_OPEN = 32
@@ -46,12 +49,17 @@ class Catalog:
         self._lock = threading.Lock()
         self._scan_lock = threading.Lock()
         self._scan_again_at = 0.0
+        self._numbers = itertools.count()
         self._runs: dict[str, _Listed] = {}
         self._present: list[_Listed] = []
         self._open: dict[int, RunData] = {}
 
     def list_runs(self) -> list[dict[str, Any]]:
-        """Return ``id``, ``name``, ``state``, ``iteration``, ``started`` and ``updated`` of each run, newest first. Blocks."""
+        """Return what the list shows of each run, newest first. Blocks.
+
+        Returns:
+            ``id``, ``name``, ``state``, ``iteration``, ``started``, ``updated``, and, if it can be read, what `row_of` returns.
+        """
         with self._scan_lock:
             self._scan_if_due()
             found = [shown for run in self._present if (shown := _describe(run)) is not None]
@@ -63,15 +71,21 @@ class Catalog:
         Raises:
             CheckpointNotFoundError: The list has no run of this number.
         """
+        folder = self.folder_of(number)
         with self._lock:
-            folder = next((run.folder for run in self._runs.values() if run.number == number), None)
-            if folder is None:
-                raise CheckpointNotFoundError(f"there is no run {number} in the list; load the page again.")
             run = self._open.pop(number, None) or RunData(folder)
             self._open[number] = run  # the last one in the order of use
             while len(self._open) > _MAX_OPEN:
                 del self._open[next(iter(self._open))]
             return run
+
+    def folder_of(self, number: int) -> Storage:
+        """Return the folder of a run of the list. Errors as for `open_run`."""
+        with self._lock:
+            folder = next((run.folder for run in self._runs.values() if run.number == number), None)
+        if folder is None:
+            raise CheckpointNotFoundError(f"there is no run {number} in the list; load the page again.")
+        return folder
 
     def close_run(self, number: int) -> None:
         """Forget the contents of a run; `open_run` reads them again."""
@@ -83,11 +97,16 @@ class Catalog:
         began = time.monotonic()
         if began < self._scan_again_at:
             return
-        found = list(find_runs(self.folder))
+        found = {folder.uri: folder for folder in find_runs(self.folder)}
+        missing = [uri for uri in self._runs if uri not in found]
+        deleted = [uri for uri in missing if not self._runs[uri].folder.exists()]
         with self._lock:
-            for folder in found:
-                self._runs.setdefault(folder.uri, _Listed(len(self._runs), folder, StateReader(folder)))
-        self._present = [self._runs[folder.uri] for folder in found]
+            for uri in deleted:  # a new run may have the same folder
+                self._open.pop(self._runs.pop(uri).number, None)
+            for uri, folder in found.items():
+                if uri not in self._runs:
+                    self._runs[uri] = _Listed(next(self._numbers), folder, StateReader(folder))
+        self._present = [self._runs[uri] for uri in found]
         ended = time.monotonic()
         took_s = ended - began
         self._scan_again_at = ended + (9 * took_s if took_s > _SLOW_S else 0.0)
@@ -95,13 +114,11 @@ class Catalog:
 
 def _describe(run: _Listed) -> dict[str, Any] | None:
     """Return what the list shows of a run; None if it was deleted."""
-    if run.shown is not None and time.monotonic() < run.again_at:
-        return run.shown
     shown: dict[str, Any] = {"id": run.number, "name": run_name(run.folder)}
     try:
-        found = run.states.read()
-        shown |= {"state": found.state, "iteration": found.iteration}
-        shown |= {"started": found.started_s, "updated": found.ended_s}
+        if run.shown is not None and time.monotonic() < run.again_at:
+            return {**run.shown, **vars(read_annotations(run.folder))} if run.folder.is_local else run.shown
+        shown |= row_of(run.states.read())
     except CheckpointNotFoundError:
         return None
     except (RaySGDError, OSError):

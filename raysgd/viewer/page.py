@@ -18,10 +18,14 @@ from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
 
+from raysgd._util.media import FOLDER
+from raysgd._util.metric_names import FIRST, LAST
 from raysgd._version import __version__
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import RaySGDError
+from raysgd.runs.state import read_state
 from raysgd.viewer.run_data import RunData
+from raysgd.viewer.table import row_of
 
 _BODY = """\
 <header><h1>{title}</h1><span class="soft small" id="folder">{folder}</span>
@@ -39,11 +43,17 @@ _SCRIPTS = (
     "state.js",
     "data.js",
     "chart.js",
+    "rows.js",
     "metrics.js",
     "tables.js",
     "timeline.js",
     "overview.js",
+    "grid.js",
+    "media.js",
     "charts_view.js",
+    "table_view.js",
+    "search_view.js",
+    "logs_view.js",
     "keys.js",
     "start.js",
 )
@@ -51,6 +61,8 @@ _HEAD_SCRIPT = "theme.js"
 _MAX_TITLE = 120
 #: A notebook's file keeps the outputs of its cells.
 _MAX_FRAME_CHARACTERS = 4_000_000
+#: Images in a file, over all runs.
+_MAX_IMAGE_CHARACTERS = 20_000_000
 
 
 def write_file(runs: Sequence[RunData], *, is_frame: bool = False) -> Iterator[str]:
@@ -83,7 +95,28 @@ def write_file(runs: Sequence[RunData], *, is_frame: bool = False) -> Iterator[s
                 column["ranks"] = f"ranks-{place}-{number}"
                 yield f'<script type="application/json" id="{column["ranks"]}">{_json(found)}</script>\n'
         yield f'<script type="application/json" data-run="{place}">{_json(answer)}</script>\n'
+    rows = [
+        {"id": place, "name": run.name, "ranges": run.ranges(), **row_of(read_state(run.folder))}
+        for place, run in enumerate(runs)
+    ]
+    yield f'<script type="application/json" id="rows">{_json(rows)}</script>\n'
+    yield from _images(runs)
     yield _scripts()
+
+
+def _images(runs: Sequence[RunData]) -> Iterator[str]:
+    """Yield elements with the images of runs, newest first, as far as there is room."""
+    room = _MAX_IMAGE_CHARACTERS
+    for place, run in enumerate(runs):
+        for name in run.image_names():
+            try:
+                data = base64.b64encode(run.folder.child(FOLDER).read_bytes(name)).decode("ascii")
+            except RaySGDError:  # the page says that it is missing
+                continue
+            room -= len(data)
+            if room < 0:
+                return
+            yield f'<script type="text/plain" id="image-{place}-{name}">{data}</script>\n'
 
 
 def write_frame(run_dir: str) -> str:
@@ -108,11 +141,10 @@ def write_frame(run_dir: str) -> str:
     return f'<iframe sandbox="allow-scripts allow-downloads allow-modals" {look} srcdoc="{html.escape(text)}"></iframe>'
 
 
-def live_page(folder: str, token: str) -> str:
-    """Return the text of the page that asks a server for its runs."""
-    return (
-        _head("live", f"Runs in {folder}", f' data-token="{html.escape(token)}"') + _body("Runs", folder) + _scripts()
-    )
+def live_page(folder: str, token: str, *, is_editable: bool) -> str:
+    """Return the text of the page that asks a server for its runs, and with ``is_editable`` also to change them."""
+    data = f' data-token="{html.escape(token)}"' + " data-editable" * is_editable
+    return _head("live", f"Runs in {folder}", data) + _body("Runs", folder) + _scripts()
 
 
 def content_security_policy(*, is_live: bool) -> str:
@@ -126,7 +158,8 @@ def content_security_policy(*, is_live: bool) -> str:
 def _head(mode: str, title: str, data: str = "") -> str:
     policy = content_security_policy(is_live=mode == "live")
     return (
-        f'<!doctype html>\n<html lang="en" data-mode="{mode}"{data}>\n<head>\n<meta charset="utf-8">\n'
+        f'<!doctype html>\n<html lang="en" data-mode="{mode}"{data} data-first-metrics="{html.escape(_json(FIRST))}"'
+        f' data-last-metrics="{html.escape(LAST)}">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
         f'<title>{html.escape(title[:_MAX_TITLE])}: raysgd</title>\n<link rel="icon" href="data:,">\n'
@@ -155,7 +188,7 @@ def _static(name: str) -> str:
 
 
 def _style() -> str:
-    return f"{_static('uPlot.min.css')}\n{_static('page.css')}"
+    return "\n".join(map(_static, ("uPlot.min.css", "page.css", "views.css")))
 
 
 @functools.cache

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
 import threading
+import time
 from array import array
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from raysgd._util.media import image_names
 from raysgd._util.metric_names import flatten
 from raysgd.callbacks.values import clip
 from raysgd.checkpoint.storage.storage import Storage
@@ -16,8 +21,9 @@ from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import read_description, reading
 from raysgd.controller.rounds import RoundMerger, check_reduce
-from raysgd.result import Result
+from raysgd.result import Event, Result
 from raysgd.runs.finding import run_name
+from raysgd.runs.output import OutputTimes
 from raysgd.runs.state import state_by_files
 from raysgd.runs.tail import JournalTail
 from raysgd.viewer.columns import Columns, encode
@@ -28,6 +34,10 @@ MAX_SAMPLES = 1000
 #: Values of single ranks in a file, over all curves. Where there are more, each curve has fewer points.
 MAX_RANK_VALUES = 2_000_000
 MAX_WARNINGS = 500
+#: How long one answer reads reports that are there; the next one continues. How much is read at once, in bytes and results.
+_BUDGET_S = 0.5
+_READ_BYTES = 2 << 20
+_MAX_UNSORTED = 2000
 _LOADS = ("rss_bytes", "cpu_percent", "gpu_memory_bytes", "gpu_percent", "reports_per_s")
 #: The parts of ``run.json`` that are shown elsewhere, or say nothing to a reader.
 _NOT_SETTINGS = frozenset({"config", "versions", "name", "run_dir", "workers", "resources", "started"})
@@ -40,22 +50,24 @@ class RunData:
     """One run for a page. Thread-safe.
 
     Args:
-        storage: The run's folder.
+        folder: The run's folder.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, folder: Storage) -> None:
+        self.folder = folder
         self._lock = threading.Lock()
-        self._tail = JournalTail(storage)
+        self._tail = JournalTail(folder)
         self._description: dict[str, Any] | None = None
         self._pending: list[Frame] = []
         self._merger = RoundMerger()
-        self._results = Columns()
+        self._new: list[Result] = []  # that are not in columns yet
+        self._results = Columns(left_out=_NOT_DRAWN)
         self._ranks: dict[int, Columns] = {}
         self._changes: list[tuple[int, int]] = []  # (number of a frame, the first iteration that it changed)
         self._facts_seq = -1
         self._timeline = Timeline()
         self._samples: dict[int, Samples] = {}
+        self._output = OutputTimes()
         self._warnings: list[str] = []
         self._num_warnings = 0
         self._is_paused = False
@@ -71,21 +83,22 @@ class RunData:
             is_final: The run is not read again: frames after a gap count at once.
 
         Returns:
-            ``cursor``, ``state``, ``updated``, and ``is_closed``: nothing follows but late warnings. ``results``, if there are
-            new ones: the rows from ``results["from"]`` on replace those that the page has. ``facts``, if anything else has
-            changed.
+            ``cursor``, ``state``, ``updated``, ``is_closed``: nothing follows but late warnings, and ``is_behind``: there is
+            more to read. ``results``, if there are new ones: the rows from ``results["from"]`` on replace those that the page
+            has; ``step``: see `Columns`. ``facts``, if anything else has changed.
 
         Raises:
             CheckpointNotFoundError: The folder is not a run's folder.
             CheckpointCorruptError: A file is damaged.
         """
         with self._lock:
-            with reading(self._storage):
-                self._update(is_final=is_final)
+            with reading(self.folder):
+                self._update(None if is_final else _BUDGET_S, is_final=is_final)
             answer: dict[str, Any] = {
                 "cursor": self._tail.last_seq if not self._pending else -1,
                 "state": self._state(),
                 "is_closed": self._tail.is_closed and not self._pending,
+                "is_behind": self._tail.is_behind,
                 "updated": self._last_time,
             }
             if (place := self._first_changed(after)) is not None:
@@ -106,6 +119,39 @@ class RunData:
                     curves[str(rank)]["x"] = encode(columns.iterations[::step])
             return {"step": step, "curves": curves}
 
+    def ranges(self, budget_s: float | None = None) -> dict[str, list[float]] | None:
+        """Read what is new, and return the lowest and the highest finite value of each metric. Errors as for `read`.
+
+        Args:
+            budget_s: Seconds for reading. The answer is None if there is more to read then.
+        """
+        with self._lock:
+            with reading(self.folder):
+                self._update(budget_s)
+            if self._tail.is_behind:
+                return None
+            columns = {name: np.asarray(column) for name, column in self._results.numbers.items()}
+            finite = {name: column[np.isfinite(column)] for name, column in columns.items()}
+            return {name: [float(found.min()), float(found.max())] for name, found in finite.items() if found.size}
+
+    @property
+    def name(self) -> str:
+        """The run's name for people."""
+        return run_name(self.folder)
+
+    def image_names(self) -> list[str]:
+        """Return the names of the images that were reported, newest first."""
+        with self._lock:
+            texts = [(at, text) for found in self._results.texts.values() for at, text in found.items()]
+        return list(dict.fromkeys(name for _, text in sorted(texts, reverse=True) for name in image_names(text)))
+
+    def output(self) -> OutputTimes:
+        """Read what is new, and return what is known of the output of workers. Errors as for `read`."""
+        with self._lock:
+            with reading(self.folder):
+                self._update()
+            return self._output
+
     def rank_step(self) -> int:
         """Return which iterations of single ranks a file gets: every ``n``-th, so that it does not become too large."""
         with self._lock:
@@ -114,10 +160,17 @@ class RunData:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def _update(self, *, is_final: bool) -> None:
-        self._pending += self._tail.read(is_final=is_final)
-        if self._description is None and self._storage.exists("run.json"):
-            self._description = read_description(self._storage)
+    def _update(self, budget_s: float | None = None, *, is_final: bool = False) -> None:
+        """Read what is new, or as much of it as there is time for."""
+        ends_at = math.inf if budget_s is None else time.monotonic() + budget_s
+        self._read_more(is_final=is_final)
+        while self._tail.is_behind and time.monotonic() < ends_at:
+            self._read_more(is_final=is_final)
+
+    def _read_more(self, *, is_final: bool) -> None:
+        self._pending += self._tail.read(max_bytes=_READ_BYTES, is_final=is_final)
+        if self._description is None and self.folder.exists("run.json"):
+            self._description = read_description(self.folder)
             self._merger = RoundMerger(check_reduce(self._description.get("reduce")))
             self._facts_seq = self._tail.last_seq + 1
         # Results need run.json, which is written when the first group is ready.
@@ -126,6 +179,7 @@ class RunData:
             pending, self._pending = self._pending, []
             for frame in pending:
                 self._add(frame)
+            self._put_results()
 
     def _add(self, frame: Frame) -> None:
         if frame.kind != frames.REPORTS:
@@ -133,18 +187,19 @@ class RunData:
         if frame.kind == frames.EVENT:
             self._add_event(frame.data["kind"], frame.data["timestamp"], frame.data["data"])
         elif frame.kind == frames.ATTEMPT:
+            self._put_results()  # the iterations of each call ascend
             self._last_iteration = frame.data.get("iterations_before", 0)
-        first = None
-        for result in self._merger.feed(frame):
-            iteration = self._last_iteration = result["training_iteration"]
-            first = iteration if first is None else first
-            self._put(iteration, result)
+        if found := list(self._merger.feed(frame)):
+            self._last_iteration = found[-1]["training_iteration"]
+            self._new += found
+            self._changes.append((frame.seq, found[0]["training_iteration"]))
         if frame.kind == frames.RUN_END:
+            self._put_results()
             self._end = frame.data
             if self._state() == "done" and self._drop_undone():
-                first = self._last_iteration + 1
-        if first is not None:
-            self._changes.append((frame.seq, first))
+                self._changes.append((frame.seq, self._last_iteration + 1))
+        if len(self._new) >= _MAX_UNSORTED:
+            self._put_results()
 
     def _drop_undone(self) -> bool:
         """Drop iterations that a failure undid and that were not repeated, as `raysgd.load_run` does; whether there were any."""
@@ -152,20 +207,33 @@ class RunData:
             columns.drop_after(self._last_iteration)
         return self._results.drop_after(self._last_iteration)
 
-    def _put(self, iteration: int, result: Result) -> None:
-        self._results.put(iteration, {name: value for name, value in _flat(result).items() if name not in _NOT_DRAWN})
-        self._last_time = max(self._last_time, result["timestamp"])
-        if result["world_size"] == 1:
+    def _put_results(self) -> None:
+        """Sort the new results into columns."""
+        new, self._new = self._new, []
+        if not new:
             return
-        for rank, metrics in zip(result.ranks, result.workers, strict=True):
+        self._last_time = max(self._last_time, *(result["timestamp"] for result in new))
+        iterations = [result["training_iteration"] for result in new]
+        if self._results.put_all(iterations, [_flat(result) for result in new]):  # all rows have changed
+            self._changes = [(self._changes[-1][0], 0)]
+        by_rank: dict[int, tuple[list[int], list[dict[str, Any]]]] = {}
+        for iteration, result in zip(iterations, new, strict=True):
+            if result["world_size"] == 1:
+                continue
+            for rank, metrics in zip(result.ranks, result.workers, strict=True):
+                found = by_rank.setdefault(rank, ([], []))
+                found[0].append(iteration)
+                found[1].append(_flat(metrics))
+        for rank, (made, reported) in by_rank.items():
             if rank not in self._ranks:
-                self._ranks[rank] = Columns()
-            self._ranks[rank].put(iteration, _flat(metrics))
+                self._ranks[rank] = Columns(keeps_texts=False)
+            self._ranks[rank].put_all(made, reported)
 
     def _add_event(self, kind: str, timestamp: float, data: Mapping[str, Any]) -> None:
         self._last_time = max(self._last_time, timestamp)
         self._first_time = self._first_time or timestamp
         self._timeline.add(kind, timestamp, data)
+        self._output.add(Event(kind, timestamp, dict(data)))
         if kind == "sample":
             rank = data["rank"]
             if rank not in self._samples:
@@ -193,23 +261,28 @@ class RunData:
 
     def _encode_results(self, place: int) -> dict[str, Any]:
         results = self._results
+        first = results.iterations[place] if place < len(results) else self._last_iteration + 1
+        texts = {
+            name: [[at, text] for at, text in found.items() if at >= first] for name, found in results.texts.items()
+        }
         return {
-            "from": results.iterations[place] if place < len(results) else self._last_iteration + 1,
+            "from": first,
             "iterations": encode(results.iterations[place:]),
             "columns": {
                 name: encode(column[place:], is_time=name == "timestamp") for name, column in results.numbers.items()
             },
             "nonfinite": {name: _first_nonfinite(found) for name, found in results.nonfinite.items() if found},
-            "texts": results.texts,
+            "texts": {name: found for name, found in texts.items() if found},
             "ranks": sorted(self._ranks),
+            "step": results.step,
         }
 
     def _facts(self) -> dict[str, Any]:
         description = self._description or {}
         settings = {name: value for name, value in description.items() if name not in _NOT_SETTINGS}
         return {
-            "name": run_name(self._storage),
-            "run_dir": self._storage.path_of(""),
+            "name": self.name,
+            "run_dir": self.folder.path_of(""),
             "started": description.get("started") or self._first_time,
             "config": as_texts(description.get("config", {})),
             "settings": as_texts(settings),

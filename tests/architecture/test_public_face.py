@@ -17,7 +17,7 @@ from support.project import ROOT
 PUBLIC = {
     "raysgd": """
         Backend BackendConfig Callback Checkpoint CheckpointConfig Coordinator Engine EngineConfig EnvConfig Event
-        FailureConfig Finetuner HorovodConfig
+        FailureConfig Finetuner Histogram HorovodConfig Image
         JaxConfig NoneConfig PreTrainer Result ResultStream RunConfig RunInfo RunStatus SavedArray Stop TemplateSettings
         TensorflowConfig
         TorchConfig Trainer accelerate barrier broadcast compare_runs data_parallel_rank data_parallel_size device gather

@@ -34,8 +34,8 @@ PRINTED = {
     "raysgd ckpt show runs/exp/run_001": "rank 0",
     "raysgd ckpt verify runs/exp/run_001": "whole",
     "raysgd ckpt merge runs/exp/run_001 merged": "merged/checkpoint_000003",
-    "raysgd pause long": "it is paused",
-    "raysgd stop long --shutdown": "it is cancelled",
+    "raysgd pause long": "long: paused; run_001 is paused",
+    "raysgd stop long --shutdown": "long: ended; run_001 is cancelled",
     "raysgd doctor --storage-path runs": "one runs at ",
     "raysgd doctor --cluster --storage-path runs": "node ",
 }

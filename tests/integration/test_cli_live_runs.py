@@ -16,7 +16,7 @@ import pytest
 
 import raysgd
 from raysgd.cli.main import main
-from raysgd.cli.runs import logs
+from raysgd.runs import output
 from support import command
 from support.poll import until
 from support.runs import PATIENCE_S
@@ -152,7 +152,9 @@ def test_run_is_paused_and_resumed(commands: Commands, detached: raysgd.Trainer)
     assert json.loads(commands("pause", NAME, "--json"))["state"] == "paused"
     assert "paused" in commands("ls", "runs")
     assert f"raysgd attach {NAME}" in commands("status", NAME)
-    assert "resumed" in commands("resume", NAME)
+    assert f"{NAME}: paused before; run_001 is paused" in commands("pause", NAME)
+    assert f"{NAME}: resumed; run_001 is" in commands("resume", NAME)
+    assert f"{NAME}: not resumed, because it was not paused; run_001 is" in commands("resume", NAME)
     assert until(lambda: detached.status().state == "running", PATIENCE_S)
     assert "starts at a checkpoint" in commands.logs("starts", NAME, "--rank", "1", "--attempt", "2")
 
@@ -218,7 +220,7 @@ def test_stop_ends_a_run_and_its_trainer(commands: Commands, detached: raysgd.Tr
     assert "the second run" not in commands("logs", f"runs/{NAME}/run_001"), "output of another run"
     lines = commands.logs("(rank 1) the", f"runs/{NAME}/run_003", "--stream", "stdout").splitlines()
     assert lines == ["(rank 0) the second run", "(rank 1) the second run"]
-    assert "ended; it is cancelled" in commands("stop", NAME, "--shutdown")
+    assert f"{NAME}: ended; run_003 is cancelled" in commands("stop", NAME, "--shutdown")
     assert "there is no detached Trainer" in commands("stop", NAME, status=2)
     assert folder in commands("status", f"runs/{NAME}/run_003")
 
@@ -238,6 +240,6 @@ def test_output_on_another_node_is_read_through_the_cluster(
     """This machine takes another name, so the command takes the files for those of another node."""
     run = str(commands.folder / "runs" / NAME / "run_001")
     here = commands("logs", run)
-    monkeypatch.setattr(logs.socket, "gethostname", lambda: "elsewhere")
-    monkeypatch.setattr(logs, "_CHUNK_BYTES", 10)  # it is read in many chunks
+    monkeypatch.setattr(output.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(output, "_CHUNK_BYTES", 10)  # it is read in many chunks
     assert commands("logs", run) == here

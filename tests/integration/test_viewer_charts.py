@@ -328,9 +328,9 @@ def test_keys_do_what_the_dialog_lists_and_can_be_turned_off(browser: Any, pair:
         tab.wait_for_curves(2)
         keyboard = tab.page.keyboard
         keyboard.press("?")
-        assert "choose the horizontal axis" in tab.text("dialog")
+        assert "choose the horizontal axis" in tab.text("#keys")
         keyboard.press("Escape")
-        tab.wait_for("!document.querySelector('dialog').open")
+        tab.wait_for("!document.querySelector('#keys').open")
         keyboard.press("l")
         tab.wait_for("document.querySelector('.plot').chart.plot.scales.y.distr === 3")
         keyboard.press("j")
@@ -351,7 +351,7 @@ def test_keys_do_what_the_dialog_lists_and_can_be_turned_off(browser: Any, pair:
         tab.page.get_by_role("button", name="Keys").click()
         tab.page.uncheck("#keys-on")
         keyboard.press("Escape")
-        tab.wait_for("!document.querySelector('dialog').open")
+        tab.wait_for("!document.querySelector('#keys').open")
         keyboard.press("l")
         assert tab.page.is_checked("#log")
         assert tab.complaints == []

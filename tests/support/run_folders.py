@@ -20,7 +20,7 @@ class RunFolder:
 
     def line(self, file: str, **fields: Any) -> None:
         with open(self.path / file, "a") as stream:
-            stream.write(json.dumps({"seq": self._seq, **fields}) + "\n")
+            stream.write(json.dumps({"seq": self._seq, **fields}, separators=(",", ":")) + "\n")
         self._seq += 1
 
     def frame(self, kind: str, data: dict[str, Any] | None = None, *, attempt: int = 1, rank: int = -1) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import time
 from pathlib import Path
 
 import pytest
@@ -201,3 +203,39 @@ def test_the_display_fits_what_it_is_shown_on(
     monkeypatch.setenv("TERM", term)
     display = make_display(mode, 4, file, make_info(tmp_path))
     assert isinstance(display.screen if isinstance(display, TableDisplay) else display, expected)
+
+
+def test_display_that_attaches_shows_the_newest_of_earlier_results_alone(tmp_path: Path) -> None:
+    file, began = io.StringIO(), time.time() - 100.0
+    info = dataclasses.replace(make_info(tmp_path / "digits"), started_s=began)
+    display = LinesDisplay(info, file, clock=lambda: 0.0)
+    display.start()
+
+    def play(iteration: int, elapsed_s: float) -> None:
+        display.event(Event("failure", began + elapsed_s, {"error": f"boom {iteration}", "action": "retry"}))
+        result = make_result(iteration)
+        result["timestamp"] = began + elapsed_s
+        display.result(result)
+
+    for iteration in range(1, 5):
+        play(iteration, 10.0 * iteration)
+    assert len(file.getvalue().splitlines()) == 1
+    play(5, 101.0)
+    display.end(None)
+    lines = [line.removeprefix("[digits] ").partition(" (")[0] for line in file.getvalue().splitlines()[1:4]]
+    assert lines == ["iteration 4, 0:40", "boom 5; retry", "iteration 5, 1:40"]
+
+
+def test_nothing_is_shown_of_a_run_that_a_program_has_left(tmp_path: Path) -> None:
+    file = io.StringIO()
+    display = ProgressCallback(mode="lines", file=file)
+    display.on_run_start(make_info(tmp_path / "digits"))
+    display.on_result(make_result(1))
+    display.on_result(make_result(2))
+    display.leave()
+    shown = file.getvalue()
+    assert "iteration 1" in shown and "iteration 2" in shown, "what waits is shown"
+    display.on_result(make_result(3))
+    display.on_event(Event("failure", 0.0, {"error": "boom"}))
+    display.on_run_end(None)
+    assert file.getvalue() == shown

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import tensorboardX  # noqa: F401 - sets an environment variable, which must not seem to be a test's doing
 
+import raysgd
 from raysgd.callbacks import TensorBoardCallback
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.result import Result
+from raysgd.session.media import ImageFolder
 from raysgd.testing.callback_suite import make_info, make_result, running
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -91,3 +94,22 @@ def test_results_can_be_read_during_the_run(tmp_path: Path) -> None:
     with running(TensorBoardCallback(), tmp_path) as runner:
         runner.call("on_result", make_result(1))
         assert scalars(tmp_path / "tensorboard", "loss") == [(1, 1.0)]
+
+
+def test_images_and_histograms_are_shown_as_such(tmp_path: Path) -> None:
+    images = ImageFolder(Storage.from_uri(tmp_path / "media"), pytest.fail)
+    pictures = [raysgd.Image([[0, 255, 9]]), raysgd.Image([[7]])]
+    for picture in pictures:
+        images.keep(picture)
+    histogram = raysgd.Histogram([0.0, 1.0, 1.0, 2.0], bins=2).text
+    missing = raysgd.Image([[1]]).text
+    folder = write(
+        tmp_path,
+        make_result(3, samples=[picture.text for picture in pictures], gone=missing, weights=histogram, note="text"),
+    )
+    tags = read(folder).Tags()
+    assert sorted(tags["images"]) == ["samples/0", "samples/1"] and tags["histograms"] == ["weights"]
+    (image,) = read(folder).Images("samples/0")
+    assert (image.step, image.width, image.height) == (3, 3, 1) and image.encoded_image_string.startswith(b"\x89PNG")
+    (shown,) = read(folder).Histograms("weights")
+    assert shown.histogram_value.bucket == [1, 3] and shown.histogram_value.num == 4

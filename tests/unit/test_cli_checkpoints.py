@@ -79,7 +79,7 @@ def save_in_shards(folder: Path, states: list[dict[str, object]], *, is_resharda
         time_total_s=3.5,
         world_size=len(states),
         created_s=100.0,
-        metrics={"loss": 0.5},
+        metrics={"loss": 0.5, "val": {"acc": 0.25}},
         all_ranks=True,
         is_reshardable=is_reshardable,
         parts=parts,
@@ -165,8 +165,9 @@ def test_merge_writes_whole_arrays_in_one_part(run: Run, tmp_path: Path, group: 
     place = save_in_shards(tmp_path / "shards", [{"model": {"w": sharded}, "step": 5}])
     status, out, err = run("merge", str(place), "merged")
     assert (status, out, err) == (0, f"{tmp_path}/merged/checkpoint_000007\n", "")
+    assert "loss=0.5  val/acc=0.25" in run("show", out.strip())[1]
     merged = Checkpoint.from_path(out.strip())
-    assert (merged.iteration, merged.metrics, merged.time_total_s) == (12, {"loss": 0.5}, 3.5)
+    assert (merged.iteration, merged.metrics, merged.time_total_s) == (12, {"loss": 0.5, "val": {"acc": 0.25}}, 3.5)
     state = merged.load()
     assert state["step"] == 5 and torch.equal(state["model"]["w"], whole)
     shown = json.loads(run("show", out.strip(), "--json")[1])

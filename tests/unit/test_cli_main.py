@@ -6,8 +6,10 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -16,6 +18,7 @@ import pytest
 from raysgd.cli.main import COMMANDS, main
 from support import command
 from support.project import ROOT
+from support.run_folders import RunFolder
 
 HEAVY = ("ray", "torch", "numpy", "pandas", "pyarrow", "rich", "tensorflow", "jax", "horovod")
 
@@ -61,6 +64,30 @@ def test_shell_completes_words_without_ray_and_frameworks(words: str, completed:
     variables = {"_RAYSGD_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     _, loaded, out = loaded_by([], **variables)
     assert completed in out.split() and loaded == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completes_names_of_runs_and_of_detached_trainers(tmp_path: Path, shell: str) -> None:
+    for name, is_detached in (("exp", False), ("long", True), ("over", True)):
+        run = RunFolder(tmp_path / "raysgd_runs" / name / "run_001")
+        run.describe(run_config={"name": name, "detached": is_detached})
+        run.line("events.jsonl", attempt=1, kind="run_start", timestamp=time.time(), data={})
+        if name == "over":
+            run.frame("run_end", {"kind": "done"})
+
+    def complete(words: str, last: str) -> set[str]:
+        number = last if shell == "fish" else str(words.count(" "))
+        variables = {"_RAYSGD_COMPLETE": f"{shell}_complete", "COMP_WORDS": words + last, "COMP_CWORD": number}
+        status, loaded, out = loaded_by([], HOME=str(tmp_path), **variables)
+        assert loaded == [], status
+        return set(re.split(r"[\n,]", out)) - {"plain", "dir", "_", ""}
+
+    runs = {"exp/run_001", "long/run_001", "over/run_001"}
+    assert complete("raysgd status ", "") == {"exp", "long", "over"} | runs
+    assert complete("raysgd ckpt show ", "over/") == {"over/run_001"}
+    assert complete("raysgd rm exp/run_001 ", "long/") == {"long/run_001"}
+    assert complete("raysgd attach ", "") == {"long"}
+    assert complete("raysgd status ", "./") == {"./"}, "the shell completes folders"
 
 
 def test_every_command_has_a_module_with_that_command() -> None:

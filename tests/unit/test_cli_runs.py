@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import signal
 import socket
@@ -14,15 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raysgd._util.metric_names import FIRST, in_order
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.cli import cluster
 from raysgd.cli.main import main
 from raysgd.cli.runs.finding import find_run, with_live
-from raysgd.cli.runs.logs import clean
 from raysgd.controller.journal import journal
 from raysgd.errors import ConfigError
 from raysgd.result import RunStatus
+from raysgd.runs.output import clean
 from raysgd.runs.state import StateReader, read_state
+from raysgd.viewer.page import live_page
 from support import command
 from support.run_folders import RunFolder, two_ranks
 
@@ -247,6 +250,28 @@ def test_run_that_is_not_there_is_refused(run: Run, runs: Path, given: str) -> N
         find_run(given, str(runs))
 
 
+def test_ls_shows_the_metric_that_the_page_shows_first(run: Run, runs: Path) -> None:
+    folder = RunFolder(runs / "ordered" / "run_001")
+    folder.attempt(world_size=1)
+    folder.reports(
+        0, 0, {"epoch": 3, "step": 9, "width": 2.0, "lr": 0.1, "acc": 0.9, "val": {"LOSS": 0.5}, "name": "error"}
+    )
+    assert "val/LOSS=0.5" in run("ls", "runs/ordered")[1]
+    ordered = ["val/LOSS", "acc", "lr", "width", "val/epoch", "step"]
+    assert in_order(["val/epoch", "width", "lr", "acc", "val/LOSS", "step"])[:4] == ordered[:4]
+    assert html.escape(json.dumps(FIRST, separators=(",", ":"))) in live_page("runs", "token", is_editable=False)
+
+
+def test_names_are_whole_in_narrow_terminals(run: Run, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "a_name_that_is_longer_than_the_terminal_is_wide"
+    RunFolder(runs / name / "run_001").event("run_start")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    assert f"{name}/run_001 " in run("ls", f"runs/{name}")[1]
+    status, out, _ = run("annotate", f"runs/{name}", "--notes", "word " * 40)
+    assert status == 0 and max(map(len, out.splitlines())) < 80, "long texts are folded"
+
+
 # -- status ------------------------------------------------------------------------------------------------------------
 
 
@@ -257,7 +282,7 @@ def test_status_shows_what_the_files_say(run: Run, runs: Path) -> None:
     folder.event("attempt_start", attempt=1, world_size=2)
     folder.reports(0, 0, {"loss": 1.5, "val": {"acc": 0.25}})
     folder.reports(1, 0, {"loss": 2.5})
-    folder.event("failure", message="rank 1 died", ranks=[1])
+    folder.event("failure", error="rank 1 died", action="retry", ranks=[1])
     folder.event("run_end", kind="error", message="ValueError: bad row\nmore")
     status, out, _ = run("status", "failed", "--storage-path", "runs")
     assert status == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from raysgd.config import CheckpointConfig, FailureConfig
@@ -420,6 +422,21 @@ def test_score_that_arrives_during_commit_is_kept() -> None:
     (frame,) = run.emitted(frames.CHECKPOINT)
     assert frame.data["metrics"] == {"loss": 0.5}
     assert len(run.all_of(c.CommitCheckpoint)) == len(run.all_of(c.WriteRound)) == 1
+
+
+def test_checkpoint_takes_as_long_as_its_slowest_part_and_its_commit() -> None:
+    run = running(3)
+    for rank, seconds in ((0, 0.5), (1, 0.0), (2, 0.25)):
+        run.deliver(rank, saved())
+        run.advance(60.0)  # which the others wait for this rank's call
+        run.deliver(rank, dataclasses.replace(part(), seconds=seconds))
+    for commit in run.unanswered():
+        run.feed(c.CheckpointCommitted(commit.manifest, 0.125))
+    run.save(1, 2)
+    kill(run)
+    run.commit()
+    recorded = [event.data["seconds"] for event in run.all_of(c.RecordEvent) if event.kind == "checkpoint"]
+    assert recorded == [0.625, 0.0]
 
 
 # -- save calls that do not match --------------------------------------------------------------------------------------

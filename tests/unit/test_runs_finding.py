@@ -17,8 +17,10 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.cli.main import main
 from raysgd.cli.runs.finding import find_run
+from raysgd.controller.journal.journal import parse_line
 from raysgd.errors import ConfigError
 from raysgd.runs.finding import find_runs
+from raysgd.runs.state import StateReader
 from raysgd.viewer.catalog import Catalog
 from support.run_folders import RunFolder, two_ranks
 
@@ -161,3 +163,27 @@ def test_run_is_found_by_the_name_that_is_listed(tmp_path: Path, given: str) -> 
     for wrong in ("my", "../x", "0/run_001", TRIAL[:-1]):
         with pytest.raises(ConfigError, match="there is no run"):
             find_run(wrong, str(tmp_path))
+
+
+def test_samples_are_not_decoded_for_a_state_but_for_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker sends one every two seconds: a day of four workers has more than all other events of a thousand runs."""
+    run = RunFolder(tmp_path / "exp" / "run_001")
+    decoded: list[bytes] = []
+    monkeypatch.setattr("raysgd.runs.tail.parse_line", lambda *given: decoded.append(given[0]) or parse_line(*given))
+    reader = StateReader(Storage.from_uri(run.path))
+    for _ in range(3):
+        run.event("failure", error="boom", nonfinite=None)
+        for number in range(50):
+            run.event("sample", rank=number % 2, cpu_percent=1.0)
+        run.event("paused", attempt=1)
+        run.event("sample", rank=0)
+        state = reader.read()
+        assert state.ended_s == json.loads((run.path / "events.jsonl").read_text().splitlines()[-1])["timestamp"]
+    assert (state.state, state.num_failures, [event.kind for event in state.events[-2:]]) == (
+        "paused",
+        3,
+        ["failure", "paused"],
+    )
+    assert len(decoded) == 9, "a failure, a pause and a sample of each read"

@@ -98,7 +98,7 @@ def test_numbers_that_are_not_finite_are_listed(tmp_path: Path) -> None:
     answer = data_of(run.end()).read(is_final=True)
     assert np.array_equal(column(answer, "loss"), [1, math.inf, math.inf, math.nan, math.nan], equal_nan=True)
     assert answer["results"]["nonfinite"] == {"loss": {"count": 2, "first": [[2, "NaN"], [3, "-Infinity"]]}}
-    assert answer["results"]["texts"] == {"note": "text", "shape": "[1, 2]"}
+    assert answer["results"]["texts"] == {"note": [[4, "text"]], "shape": [[4, "[1, 2]"]]}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_second_read_has_only_what_is_new(tmp_path: Path) -> None:
     data = data_of(run.write())
     first = data.read()
     assert column(first, "loss") == [3, 2] and "facts" in first
-    assert data.read(first["cursor"]).keys() == {"cursor", "state", "is_closed", "updated"}
+    assert data.read(first["cursor"]).keys() == {"cursor", "state", "is_closed", "is_behind", "updated"}
     run.report({"loss": 1.0})
     run.write()
     second = data.read(first["cursor"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TextIO, get_args
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from raysgd.callbacks.progress.live import TableDisplay
 
 Mode = Literal["auto", "live", "lines", "off"]
+
+#: A program leaves a display in another thread than that which reads the run. Not of the callback, which is pickled.
+_lock = threading.Lock()
 
 
 class ProgressCallback(Callback):
@@ -57,17 +61,27 @@ class ProgressCallback(Callback):
             self._display.start()
 
     def on_result(self, result: Result) -> None:
-        if self._display is not None:
-            self._display.result(result)
+        with _lock:
+            if self._display is not None:
+                self._display.result(result)
 
     def on_event(self, event: Event) -> None:
-        if self._display is not None:
-            self._display.event(event)
+        with _lock:
+            if self._display is not None:
+                self._display.event(event)
 
     def on_run_end(self, error: BaseException | None) -> None:
-        display, self._display = self._display, None
+        with _lock:
+            display, self._display = self._display, None
         if display is not None:
             display.end(error)
+
+    def leave(self) -> None:
+        """Show nothing more of the run, which continues."""
+        with _lock:
+            display, self._display = self._display, None
+        if display is not None:
+            display.leave()
 
 
 def make_display(

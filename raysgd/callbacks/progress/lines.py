@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ from raysgd.callbacks.values import (
     duration,
     end_state,
     flatten,
+    metrics_text,
     one_line,
-    short,
     split_automatic,
     time_left_s,
 )
@@ -52,7 +53,7 @@ def result_line(
     head += f", {duration(elapsed_s)} (training {duration(trained_s)}{left})"
     if (attempt := automatic.get("attempt", 1)) != 1:
         head += f", attempt {attempt}"
-    return "  ".join([head, *(f"{key}={short(value)}" for key, value in values.items())])
+    return f"{head}  {metrics_text(values)}" if values else head
 
 
 class PrintCallback(Callback):
@@ -96,8 +97,7 @@ class PrintCallback(Callback):
         lines = [f"[{self._name}] {result_line(result, elapsed_s, self._metrics, self._num_iterations)}"]
         if self._workers:
             for rank, metrics in zip(result.ranks, result.workers, strict=False):
-                values = "  ".join(f"{key}={short(value)}" for key, value in flatten(metrics).items())
-                lines.append(f"[{self._name}]   rank {rank}  {values}")
+                lines.append(f"[{self._name}]   rank {rank}  {metrics_text(metrics)}")
         _print(lines)
 
     def on_run_end(self, error: BaseException | None) -> None:
@@ -121,6 +121,9 @@ class LinesDisplay:
     before it were skipped. The last line says how the run ended, and names its last warning. Warnings are also logged when
     they come, so only a display in a file of its own shows them then.
 
+    A display that attaches to a run receives what was before. It shows the newest of those results alone, and none of those
+    events.
+
     Args:
         info: The run.
         file: Where to write. None: ``sys.stdout`` at the time.
@@ -141,6 +144,8 @@ class LinesDisplay:
         self._clock = clock
         self._next_at = clock()
         self._start_at = self._next_at - age_s(info.started_s)
+        self._attached_s = info.started_s + age_s(info.started_s)
+        self._newest_s = 0.0  # of what has come so far, in seconds since the epoch
         self._end_at: float | None = None
         self._outcome = "done"
         self._waiting: tuple[Result, float] | None = None
@@ -154,6 +159,9 @@ class LinesDisplay:
 
     def result(self, result: Result) -> None:
         self._num_results += 1
+        if self._is_earlier(result.get("timestamp", math.inf)):
+            self._waiting = result, self._newest_s - self._info.started_s
+            return
         if self._waiting is not None:
             self._num_skipped += 1
         self._waiting = result, self._clock() - self._start_at
@@ -161,13 +169,19 @@ class LinesDisplay:
             self._show_waiting()
 
     def event(self, event: Event) -> None:
-        text = self._event_text(event)
         if event.kind == "run_end":
             self._end_at, self._outcome = self._clock(), event.data.get("kind", "done")
+        if self._is_earlier(event.timestamp):
+            return
+        text = self._event_text(event)
         if text or self._clock() >= self._next_at:
             self._show_waiting()
         if text:
             self._print(text)
+
+    def leave(self) -> None:
+        """Print the result that waits; the run continues."""
+        self._show_waiting()
 
     def end(self, error: BaseException | None) -> None:
         self._show_waiting()
@@ -175,6 +189,11 @@ class LinesDisplay:
         reason = "" if error is None else f": {one_line(error)}"
         state = end_state(error, self._outcome)
         self._print(f"{state} after {took}, {self._num_results} results{reason}{warnings_text(self._info)}")
+
+    def _is_earlier(self, timestamp: float) -> bool:
+        """Return whether all that has come so far was before this display, which attached to the run."""
+        self._newest_s = max(self._newest_s, timestamp)
+        return self._newest_s < self._attached_s - _EVERY_S
 
     def _show_waiting(self) -> None:
         waiting, self._waiting = self._waiting, None

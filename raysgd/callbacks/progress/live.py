@@ -98,6 +98,10 @@ class TableDisplay:
         self._state.end(error)
         self.screen.close()
 
+    def leave(self) -> None:
+        """Draw the table for the last time; the run continues."""
+        self.screen.close()
+
     def _draw(self) -> RenderableType:
         """Draw the current state. An error is shown in place of the table; it must not end the drawing thread."""
         from raysgd.callbacks.progress.view import ProgressView

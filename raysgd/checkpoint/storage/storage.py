@@ -299,13 +299,13 @@ class Storage:
         self._run("make", "", self._files.make_dirs)
 
     def delete_tree(self, name: str, marker: str) -> None:
-        """Delete a folder directly below this one if raysgd made it. Symbolic links are never followed.
+        """Delete a folder below this one if raysgd made it. Symbolic links are never followed.
 
         Args:
-            name: One component.
+            name: Its relative path.
             marker: Regular expression; raysgd made the folder if it is empty or if one of its names matches fully.
         """
-        check_name(name, "folder")
+        check_relative_path(name, "folder")
         if not self.is_folder(name):
             return
         names = self.list_names(name)

@@ -24,6 +24,7 @@ from raysgd.cli.console import (
     storage_flag,
     whole_number,
 )
+from raysgd.cli.runs.completing import run_argument, trainer_argument
 from raysgd.cli.runs.finding import find_run
 from raysgd.config.argument_names import nearest
 from raysgd.errors import ConfigError, UsageError, WorkerError
@@ -57,7 +58,7 @@ def attach_to(name: str, address: str | None) -> Trainer:
 
 
 @click.command("attach")
-@click.argument("name")
+@trainer_argument()
 @click.option(
     "--progress", type=click.Choice(get_args(Mode)), default="auto", show_default=True, help="How results are shown."
 )
@@ -70,13 +71,16 @@ def attach_command(name: str, progress: Mode, from_iteration: int, address: str 
     Ctrl-C leaves the run as it is. The exit status is 1 if the run fails.
     """
     trainer = attach_to(name, address)
+    display = None if as_json else ProgressCallback(mode=progress)
     with _run_of(name):
-        stream = trainer._latest.open_stream(from_iteration, None if as_json else ProgressCallback(mode=progress))
+        stream = trainer._latest.open_stream(from_iteration, display)
     try:
         for result in stream:
             if as_json:
                 print_json(dict(result), is_line=True)
     except KeyboardInterrupt:
+        if display is not None:
+            display.leave()
         print_error(f"left the run, which continues; `raysgd attach {name}` shows it again.")
         return INTERRUPTED
     except BrokenPipeError:  # of this command's own output
@@ -90,15 +94,15 @@ def attach_command(name: str, progress: Mode, from_iteration: int, address: str 
 # -- pause, resume, stop -----------------------------------------------------------------------------------------------
 
 
-def _show(status: RunStatus, as_json: bool, done: str) -> None:
+def _show(name: str, status: RunStatus, as_json: bool, done: str) -> None:
     if as_json:
         print_json(vars(status))
     else:
-        print(f"{status.name}: {done}; it is {status.state} at iteration {status.iteration}.")
+        print(f"{name}: {done}; {status.name} is {status.state} at iteration {status.iteration}.")
 
 
 @click.command("pause")
-@click.argument("name")
+@trainer_argument()
 @address_flag
 @json_flag
 def pause_command(name: str, address: str | None, as_json: bool) -> int:
@@ -108,27 +112,30 @@ def pause_command(name: str, address: str | None, as_json: bool) -> int:
     """
     trainer = attach_to(name, address)
     with _run_of(name):
+        was_paused = trainer.status().state == "paused"
         status = trainer.pause()
     is_paused = status.state == "paused"
-    _show(status, as_json, "paused" if is_paused else "not paused, because it has ended")
+    done = "paused before" if was_paused else "paused" if is_paused else "not paused, because the run has ended"
+    _show(name, status, as_json, done)
     return SUCCEEDED if is_paused else FAILED
 
 
 @click.command("resume")
-@click.argument("name")
+@trainer_argument()
 @address_flag
 @json_flag
 def resume_command(name: str, address: str | None, as_json: bool) -> int:
     """Resume the paused run of the detached Trainer NAME."""
     trainer = attach_to(name, address)
     with _run_of(name):
+        was_paused = trainer.status().state == "paused"
         trainer.resume()
-    _show(trainer.status(), as_json, "resumed")
+    _show(name, trainer.status(), as_json, "resumed" if was_paused else "not resumed, because it was not paused")
     return SUCCEEDED
 
 
 @click.command("stop")
-@click.argument("name")
+@trainer_argument()
 @click.option("--shutdown", is_flag=True, help="End the Trainer, too: its workers and its name are free then.")
 @address_flag
 @json_flag
@@ -145,7 +152,7 @@ def stop_command(name: str, shutdown: bool, address: str | None, as_json: bool) 
         status = trainer.status()
     if shutdown:
         trainer.shutdown()
-    _show(status, as_json, "ended")
+    _show(name, status, as_json, "ended")
     return SUCCEEDED
 
 
@@ -162,7 +169,7 @@ def _run_of(name: str) -> Iterator[None]:
 
 
 @click.command("restore", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("run")
+@run_argument()
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]")
 @storage_flag
 def restore_command(run: str, flags: tuple[str, ...], storage_path: str) -> int:

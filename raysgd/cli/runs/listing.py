@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from raysgd._util.metric_names import in_order
 from raysgd.cli import cluster
 from raysgd.cli.console import (
     FAILED,
@@ -20,10 +21,11 @@ from raysgd.cli.console import (
     print_table,
     storage_flag,
 )
+from raysgd.cli.runs.completing import run_argument
 from raysgd.cli.runs.finding import existing_folder, find_run, with_live
 from raysgd.config.argument_names import nearest
 from raysgd.errors import ConfigError, RaySGDError
-from raysgd.result import ENDED
+from raysgd.result import ENDED, Event
 from raysgd.runs.finding import find_runs
 from raysgd.runs.state import RunState, read_state
 
@@ -61,13 +63,20 @@ def age(then_s: float) -> str:
 
 @click.command("ls")
 @click.argument("folder", required=False)
-@click.option("--metric", metavar="NAME", help="The metric to show (default: the first one that is a number).")
+@click.option("--metric", metavar="NAME", help="The metric to show (default: the one that `raysgd ui` shows first).")
+@click.option("--tag", "tags", multiple=True, metavar="TAG", help="Only runs with this tag; may be repeated.")
 @click.option("--live", "only_live", is_flag=True, help="Only runs that are live in the cluster.")
 @storage_flag
 @address_flag
 @json_flag
 def list_command(
-    folder: str | None, metric: str | None, only_live: bool, storage_path: str, address: str | None, as_json: bool
+    folder: str | None,
+    metric: str | None,
+    tags: tuple[str, ...],
+    only_live: bool,
+    storage_path: str,
+    address: str | None,
+    as_json: bool,
 ) -> int:
     """List the runs in FOLDER, or in the storage path, newest first, and those that are live in a running cluster.
 
@@ -80,6 +89,7 @@ def list_command(
     if cluster.connect(address) is not None:
         states = with_live(states, cluster.live_trainers())
     states = [state for state in states if state.is_live or not only_live]
+    states = [state for state in states if set(tags) <= set(state.annotations.tags)]
     for problem in problems:
         print_error(problem)
     if metric is not None and states and not any(metric in state.own_metrics for state in states):
@@ -88,10 +98,19 @@ def list_command(
     if as_json:
         print_json([state.to_json() for state in states])
     elif states:
-        columns = ("run", "state", "iteration", "metric", "workers", "age")
-        print_table(columns, [_row(state, metric) for state in states], right=("iteration", "workers", "age"))
+        columns = ["run", "state", "iteration", "metric", "workers", "age"]
+        rows = [_row(state, metric) for state in states]
+        for name, shown in (
+            ("title", [s.annotations.title for s in states]),
+            ("tags", [", ".join(s.annotations.tags) for s in states]),
+        ):
+            if any(shown):
+                columns.append(name)
+                rows = [(*row, text or None) for row, text in zip(rows, shown, strict=True)]
+        print_table(columns, rows, right=("iteration", "workers", "age"))
     else:
-        print_error(f"there are no {'live ' * only_live}runs in {place.path_of('')}.")
+        tagged = f" with the tag {' and '.join(tags)}" if tags else ""
+        print_error(f"there are no {'live ' * only_live}runs in {place.path_of('')}{tagged}.")
     return SUCCEEDED
 
 
@@ -107,10 +126,11 @@ def _read_states(folder: Storage) -> tuple[list[RunState], list[str]]:
     return sorted(states, key=lambda state: state.started_s, reverse=True), problems
 
 
-def _row(state: RunState, metric: str | None) -> Sequence[Any]:
+def _row(state: RunState, metric: str | None) -> tuple[Any, ...]:
     from raysgd.callbacks.values import is_number, short
 
-    name = metric or next((name for name, value in state.own_metrics.items() if is_number(value)), "")
+    numbers = (name for name, value in state.own_metrics.items() if is_number(value))
+    name = metric or next(iter(in_order(numbers)), "")
     shown = f"{name}={short(state.own_metrics[name])}" if name in state.own_metrics else None
     return state.name, state.state, state.iteration, shown, state.world_size or None, age(state.started_s)
 
@@ -119,7 +139,7 @@ def _row(state: RunState, metric: str | None) -> Sequence[Any]:
 
 
 @click.command("status")
-@click.argument("run")
+@run_argument()
 @storage_flag
 @address_flag
 @json_flag
@@ -138,12 +158,12 @@ def status_command(run: str, storage_path: str, address: str | None, as_json: bo
     print_table(("", ""), _facts(state, checkpoints))
     if last := _shown_events(state)[-_NUM_EVENTS:]:
         print()
-        print_table(("age", "event", ""), [(age(each.timestamp), each.kind, _say(each.data)) for each in last])
+        print_table(("age", "event", ""), [(age(each.timestamp), each.kind, _say(each)) for each in last])
     return SUCCEEDED
 
 
 def _facts(state: RunState, checkpoints: list[str]) -> list[tuple[str, Any]]:
-    from raysgd.callbacks.values import duration, short
+    from raysgd.callbacks.values import duration, metrics_text
 
     is_over = state.state in ENDED
     length_s = (state.ended_s if is_over else time.time()) - state.started_s
@@ -154,7 +174,7 @@ def _facts(state: RunState, checkpoints: list[str]) -> list[tuple[str, Any]]:
         ("started", f"{age(state.started_s)} ago"),
         ("took" if is_over else "age", duration(length_s)),
         ("iteration", state.iteration),
-        ("metrics", "  ".join(f"{name}={short(value)}" for name, value in state.own_metrics.items()) or None),
+        ("metrics", metrics_text(state.own_metrics) or None),
         ("workers", f"{state.world_size} x {state.description.get('backend', '?')}"),
         ("failures", state.num_failures),
         ("checkpoints", f"{len(checkpoints)}, newest {checkpoints[-1]}" if checkpoints else 0),
@@ -173,23 +193,23 @@ def _checkpoints(folder: Any) -> list[str]:
     return [store.directory(manifest.number).path_of("") for manifest in store.list()]
 
 
-def _shown_events(state: RunState) -> list[Any]:
+def _shown_events(state: RunState) -> list[Event]:
     return [event for event in state.events if event.kind in _SHOWN_EVENTS]
 
 
-def _say(data: dict[str, Any]) -> str:
+def _say(event: Event) -> str:
     from raysgd.callbacks.values import clip, in_one_line
+    from raysgd.viewer.timeline import describe
 
-    text = data.get("message") or "  ".join(f"{key}={value}" for key, value in data.items())
-    return clip(in_one_line(text), 120)
+    return clip(in_one_line(describe(event.kind, event.data)), 120)
 
 
 # -- compare -----------------------------------------------------------------------------------------------------------
 
 
 @click.command("compare")
-@click.argument("a")
-@click.argument("b")
+@run_argument("a")
+@run_argument("b")
 @click.option("--rel-tol", type=number(0), default=0.0, help="Relative difference that counts as equal.")
 @click.option("--ignore", multiple=True, metavar="METRIC", help="Leave a metric out; may be repeated.")
 @storage_flag

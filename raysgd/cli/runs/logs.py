@@ -1,18 +1,11 @@
-"""``raysgd logs``: what the workers of a run printed. Driver side.
-
-Ray writes the output of each worker process to two files on its node. A worker records in the events ``entered`` and ``left``
-which files these are, and what they held then. The command reads the parts between, here or in a task on the worker's node.
-"""
+"""``raysgd logs``: what the workers of a run printed. Driver side."""
 
 from __future__ import annotations
 
 import os
-import re
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -28,10 +21,11 @@ from raysgd.cli.console import (
     storage_flag,
     whole_number,
 )
+from raysgd.cli.runs.completing import run_argument
 from raysgd.cli.runs.finding import find_run
-from raysgd.cli.script import MARK
 from raysgd.errors import ConfigError
 from raysgd.result import Event
+from raysgd.runs.output import STREAMS, GoneError, Lines, Part, find_parts, gone, is_here, read_here, read_part
 from raysgd.runs.reading import outcome_of
 from raysgd.runs.state import StateReader
 
@@ -40,70 +34,6 @@ _INTERVAL_S = 0.3
 #: Seconds for a node to answer; one that did not is not asked again for some time, whatever else was printed on it.
 _NODE_TIMEOUT_S = 20.0
 _ASK_AGAIN_S = 60.0
-#: Bytes that are read at once.
-_CHUNK_BYTES = 1 << 20
-_STREAMS = ("stdout", "stderr")
-#: Lines by which Ray's processes say who they are.
-_OF_RAY = re.compile(r":(?:actor_name|task_name|job_id):.*")
-
-
-@dataclass(frozen=True)
-class Part:
-    """The part of a file that a rank printed in one attempt.
-
-    Attributes:
-        node: The node's name, as in events.
-        node_id: Ray's id of it.
-        begin: Where the attempt begins in the file.
-        end: Where it ends; None: at the end of the file.
-    """
-
-    attempt: int
-    rank: int
-    stream: str
-    node: str
-    node_id: str
-    path: str
-    begin: int
-    end: int | None = None
-
-
-class GoneError(Exception):
-    """A file, or its node, is gone."""
-
-
-def find_parts(events: Sequence[Event]) -> list[Part]:
-    """Return the parts of a run's output, in the order of attempts and ranks, from its events."""
-    nodes: dict[int, Mapping[str, Any]] = {}
-    found: dict[tuple[int, int, str], Part] = {}
-    for event in events:
-        data = event.data
-        if event.kind == "worker_up":
-            nodes[data["rank"]] = data
-        elif event.kind in ("entered", "left") and "output" in data:
-            for stream, (path, size) in zip(_STREAMS, data["output"], strict=True):
-                key = (data["attempt"], data["rank"], stream)
-                if event.kind == "left":
-                    if key in found:
-                        found[key] = replace(found[key], end=size)
-                    continue
-                node = nodes.get(data["rank"], {})
-                found[key] = Part(*key, node.get("node", "?"), node.get("node_id", ""), path, size)
-    return [found[key] for key in sorted(found)]
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def read_part(path: str, begin: int, end: int | None) -> bytes | None:
-    """Return a part of a file on this machine, at most a chunk of it; None if the file is gone."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(begin)
-            limit = _CHUNK_BYTES if end is None else min(_CHUNK_BYTES, max(0, end - begin))
-            return file.read(limit)
-    except OSError:
-        return None
 
 
 class Reader:
@@ -124,10 +54,10 @@ class Reader:
         Raises:
             GoneError: The file or its node is gone.
         """
-        is_here = part.node.partition(" ")[0] == socket.gethostname()
-        data = read_part(part.path, begin, part.end) if is_here else self._read_on_node(part, begin)
-        if data is None:
-            raise GoneError(f"{part.path} on {part.node} is gone: Ray removed it, or its node was started again")
+        if is_here(part):
+            return read_here(part, begin)
+        if (data := self._read_on_node(part, begin)) is None:
+            raise gone(part)
         return data
 
     def _read_on_node(self, part: Part, begin: int) -> bytes | None:
@@ -157,54 +87,11 @@ class Reader:
         return data
 
 
-class Lines:
-    """Cuts the output of parts into lines, and remembers how far each was read.
-
-    Args:
-        reader: Reads the files.
-    """
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._place: dict[tuple[int, int, str], int] = {}
-        self._unfinished: dict[tuple[int, int, str], bytes] = {}
-        self.gone: dict[str, None] = {}
-
-    def take(self, part: Part, *, is_last: bool) -> Iterator[str]:
-        """Yield the new lines of a part; ``is_last``: also an unfinished one."""
-        key = (part.attempt, part.rank, part.stream)
-        while True:
-            place = self._place.get(key, part.begin)
-            try:
-                data = self._reader.read(part, place)
-            except GoneError as error:
-                self.gone[str(error)] = None
-                return
-            self._place[key] = place + len(data)
-            *lines, unfinished = (self._unfinished.get(key, b"") + data).split(b"\n")
-            self._unfinished[key] = unfinished
-            yield from (text for line in lines if (text := clean(line)) is not None)
-            if not data:
-                break
-        if is_last and (text := clean(self._unfinished.pop(key, b""))):
-            yield text
-
-
-def clean(line: bytes) -> str | None:
-    """Return the text of a line; None for one that Ray or `raysgd run` wrote for itself."""
-    text = line.decode(errors="replace").rstrip("\r")
-    before, mark, _ = text.partition(f"{MARK}:")
-    return None if _OF_RAY.fullmatch(text) or (mark and not before) else before if mark else text
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
 @click.command("logs")
-@click.argument("run")
+@run_argument()
 @click.option("-f", "--follow", is_flag=True, help="Show new lines until the run ends.")
 @click.option("--rank", type=whole_number(0), metavar="N", help="Only what this rank printed.")
-@click.option("--stream", type=click.Choice(_STREAMS), help="Only one of the streams.")
+@click.option("--stream", type=click.Choice(STREAMS), help="Only one of the streams.")
 @click.option("--attempt", type=whole_number(1), metavar="N", help="Only one attempt.")
 @storage_flag
 @address_flag
@@ -239,7 +126,7 @@ def command(
     if not parts and (not follow or outcome_of(events.events)):
         raise ConfigError(_explain_nothing(run, events.events, asked))
     show = _show_json if as_json else _Shower(is_single=rank is not None)
-    lines = Lines(Reader(address))
+    lines = Lines(Reader(address).read)
     if follow:
         _follow(events, lines, show, find)
     else:

@@ -105,6 +105,7 @@ class CheckpointCoordinator:
         self._memory = MemoryTier(emit, on_in_memory) if config.keep_in_memory else None
         self._stored_every = max(1, config.storage_interval)
         self._in_flight: dict[int, Manifest] = {}
+        self._parts_s: dict[int, float] = {}  # of the slowest part of each of them
         self._storing: set[int] = set()  # numbers that are being written from memory
         self._tried: set[int] = set()  # numbers that are being or were written from memory
         self._from_memory: set[int] = set()  # numbers that were written from memory
@@ -287,6 +288,7 @@ class CheckpointCoordinator:
 
     def _commit_complete(self) -> None:
         for manifest in self._pending.pop_complete():
+            self._parts_s[manifest.number] = self._pending.parts_s.pop(manifest.number)
             self._commit(manifest)
             if manifest.is_files and self._memory is not None:  # files are on storage alone
                 self._memory.pending.drop(manifest.number - self._first_number)
@@ -328,8 +330,8 @@ class CheckpointCoordinator:
             self._last_number = max(self._last_number, given.number)  # parts of it may be on storage, or come there
             self._emit(c.warning(f"checkpoint {given.number} is no longer in the cluster's memory"))
 
-    def on_committed(self, manifest: Manifest) -> None:
-        """A manifest is on storage."""
+    def on_committed(self, manifest: Manifest, commit_s: float = 0.0) -> None:
+        """A manifest is on storage, and was written in ``commit_s`` seconds."""
         shown = self._in_flight.pop(manifest.number, manifest)
         if self._index.newest is not None:
             self._check_score(self._index.newest)  # it will get no metrics any more
@@ -337,7 +339,10 @@ class CheckpointCoordinator:
         data = self._describe(shown)
         self._emit(c.EmitFrame(frames.CHECKPOINT, shown.attempt, data=data))
         size_bytes = sum(entry.size for part in shown.parts.values() for entry in part)
-        self._emit(c.RecordEvent("checkpoint", {**data, "size_bytes": size_bytes}))
+        # Ranks that call later than others do not make the writing longer. None: written from memory after a failure.
+        parts_s = self._parts_s.pop(manifest.number, None)
+        seconds = None if parts_s is None else round(parts_s + commit_s, 3)
+        self._emit(c.RecordEvent("checkpoint", {**data, "size_bytes": size_bytes, "seconds": seconds}))
         if shown is not manifest:  # its round was completed while it was being written
             self._emit(c.WriteRound(shown))
         if shown.metrics:  # otherwise its round may still be reported
@@ -352,6 +357,7 @@ class CheckpointCoordinator:
     def on_commit_failed(self, number: int, error: str) -> str:
         """A checkpoint could not be written; returns the message for the user."""
         self._in_flight.pop(number, None)
+        self._parts_s.pop(number, None)
         message = f"checkpoint {number} could not be written: {error}"
         self._report_not_saved(number, message)
         return message

@@ -75,6 +75,9 @@ class PendingCheckpoints:
         start: Where the attempt starts.
         reduce: How metrics of a checkpoint are made from those of all ranks.
         workers_per_replica: Ranks that hold one replica of the model between them; `reduce` counts replicas.
+
+    Attributes:
+        parts_s: Seconds that the slowest part of a complete checkpoint took, by its number.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class PendingCheckpoints:
         reduce: Reduce | None = None,
         workers_per_replica: int = 1,
     ) -> None:
+        self.parts_s: dict[int, float] = {}
         self._attempt = attempt
         self._world_size = world_size
         self._first_number = first_number
@@ -201,6 +205,7 @@ class PendingCheckpoints:
         first = pending.calls[min(pending.calls)]
         place = first.reports, first.awaits_round
         in_step = frozenset(rank for rank, each in pending.calls.items() if (each.reports, each.awaits_round) == place)
+        self.parts_s[self._first_number + call] = max(part.seconds for part in pending.parts.values())
         self._in_step[call] = self._all_ranks if in_step == self._all_ranks else in_step  # one object, as a rule
         given = {rank: pending.calls[rank].metrics for rank in sorted(in_step)}
         metrics = {rank: json.loads(each) for rank, each in given.items() if each is not None}

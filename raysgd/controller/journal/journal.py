@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from raysgd._util.json import put_nonfinite, take_nonfinite
+from raysgd._util.json import decode, put_nonfinite, take_nonfinite
 from raysgd._util.redact import redact, redact_texts
 from raysgd.checkpoint.links import run_names
 from raysgd.checkpoint.storage.storage import Storage
@@ -307,7 +307,7 @@ def report_frame(line: bytes) -> Frame:
 
 def event_frame(line: bytes) -> Frame:
     """Return the frame of a line of an events file."""
-    fields = json.loads(line)
+    fields = decode(line)
     put_nonfinite(fields, fields.pop("nonfinite", []))
     if "timestamp" not in fields:  # only events have it; some kinds of events and of other frames have the same name
         return Frame(fields["seq"], fields["kind"], fields["attempt"], fields.get("rank", -1), fields["data"])

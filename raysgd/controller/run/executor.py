@@ -96,7 +96,6 @@ class Run:
         )
         self._begins = begins
         self._observe = observe
-        self._saving_since: dict[int, float] = {}
         self._previous = previous = (
             self._files.previous(request.reduce, last_attempt) if is_resumed else PreviousState()
         )
@@ -499,13 +498,14 @@ class Run:
         self._feed(given)
 
     async def _commit(self, manifest: Manifest) -> None:
+        began = time.monotonic()
         try:
             await self._files.commit(manifest)
         except Exception as error:
             self._feed(c.CommitFailed(manifest.number, f"{type(error).__name__}: {error}"))
             return
         self._files.delete(self._reads.on_committed(manifest.number))
-        self._feed(c.CheckpointCommitted(manifest))
+        self._feed(c.CheckpointCommitted(manifest, time.monotonic() - began))
 
     async def _write_round(self, manifest: Manifest) -> None:
         with contextlib.suppress(Exception):  # the journal has it, and the checkpoint may be deleted
@@ -517,10 +517,6 @@ class Run:
             self._act(c.PublishOutcome(Outcome("error", failed=failed, node=CALLBACK_NODE)))
 
     def _emit_frame(self, given: c.EmitFrame) -> None:
-        if given.kind == frames.SAVING:
-            self._saving_since[given.data["number"]] = time.monotonic()
-        elif given.kind == frames.NOT_SAVED:
-            self._saving_since.pop(given.data["number"], None)
         self.log.append(given.kind, given.attempt, given.rank, given.data, given.rows)
         if given.rows and self._awaited.missing:
             self._awaited.feed(given.rows)
@@ -529,12 +525,6 @@ class Run:
                 self.warn(missing)
 
     def _record_event(self, event: c.RecordEvent) -> None:
-        if event.kind == "checkpoint":
-            began = self._saving_since.pop(
-                event.data["number"], None
-            )  # None: it was written from memory after a failure
-            seconds = None if began is None else round(time.monotonic() - began, 3)
-            event = dataclasses.replace(event, data={**event.data, "seconds": seconds})
         data = {"kind": event.kind, "timestamp": time.time(), "data": event.data}
         self.log.append(frames.EVENT, self._attempt, data=data)
         self._observe(event, self.log.iteration)

@@ -20,7 +20,7 @@ COUNTERS = {
     "restarts": "Attempts after the first, by cause",
     "failures": "Failures that count for max_failures",
     "checkpoints": "Checkpoints on storage",
-    "checkpoint_seconds": "Seconds from a save to its commit, of all checkpoints",
+    "checkpoint_seconds": "Seconds that checkpoints took to write: the slowest rank, from its own save, and the commit",
     "checkpoint_bytes": "Bytes of all checkpoints",
 }
 GAUGES = {

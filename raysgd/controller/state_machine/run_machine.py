@@ -110,7 +110,7 @@ class RunMachine:
             case c.NodeDraining():
                 self._on_preempted(given.attempt, given.ranks, "its node will be taken away", given.within_s)
             case c.CheckpointCommitted():
-                self.checkpoints.on_committed(given.manifest)
+                self.checkpoints.on_committed(given.manifest, given.seconds)
                 self._save_point.on_committed(given.manifest.number)
             case c.CommitFailed():
                 self._on_write_failed(given.number, self.checkpoints.on_commit_failed(given.number, given.error))

@@ -118,7 +118,7 @@ const resized = new ResizeObserver(entries => {
 });
 
 class Chart {
-  // curves(): [{label, colour, dash, x, y}]; options: {name, title, unit, format, xKind, isMetric, marks, note, button}
+  // curves(): [{label, colour, dash, x, y}], the mean of a group followed by its isBound "high" and "low"; options: {name, title, unit, format, xKind, isMetric, marks, note, button}
   constructor(options, curves) {
     Object.assign(this, { options, curves, plot: null, isVisible: false, isStale: true, isQueued: false, key: "", hidden: new Set() });
     this.holder = h("div", { class: "plot" });
@@ -154,7 +154,7 @@ class Chart {
     const notes = [this.options.note ? this.options.note() : ""];
     let curves = this.points();
     if (this.smoothing) {
-      curves = [...curves.map(curve => ({ ...curve, colour: `${curve.colour}55`, isRaw: true })),
+      curves = [...curves.filter(curve => !curve.isBound).map(curve => ({ ...curve, colour: `${curve.colour}55`, isRaw: true })),
                 ...curves.map(curve => ({ ...curve, y: smoothed(curve.y, this.smoothing) }))];
     }
     if (this.isLog) {
@@ -163,7 +163,7 @@ class Chart {
       if (count) notes.push(`${count} value${count > 1 ? "s are" : " is"} not above 0, and not drawn on a logarithmic axis.`);
     }
     this.note.textContent = notes.filter(Boolean).join(" ");
-    const key = JSON.stringify([this.xKind, this.isLog, state.clip, isDark(), curves.map(c => [c.label, c.colour, c.dash, c.isRaw])]);
+    const key = JSON.stringify([this.xKind, this.isLog, state.clip, isDark(), curves.map(c => [c.label, c.colour, c.dash, c.isRaw, c.isBound])]);
     if (!curves.some(curve => curve.y.some(value => typeof value === "number"))) {
       this.destroy();
       this.holder.replaceChildren(h("p", { class: "soft", text: "No values." }));
@@ -202,9 +202,10 @@ class Chart {
       cursor: { sync: { key: `raysgd-${this.xKind}` }, drag: { x: true, y: false, setScale: false },
                 bind: { dblclick: () => () => { this.setZoom(null); } } },
       legend: { show: false },
+      bands: curves.flatMap((curve, i) => curve.isBound === "high" ? [{ series: [i + 1, i + 2], fill: curve.colour }] : []),
       series: [{}, ...curves.map((curve, i) => ({
-        label: curve.label, stroke: curve.colour, width: curve.isRaw ? 1 : 1.75, dash: DASHES[curve.dash || 0], show: !this.hidden.has(curve.label),
-        points: { show: !curve.isRaw && numberOfValues(curve.y) < 60, size: 5, filter: (_, k, isShown) => isShown ? null : this.lonely[k] } }))],
+        label: curve.label, stroke: curve.colour, width: curve.isBound ? 0 : curve.isRaw ? 1 : 1.75, dash: DASHES[curve.dash || 0], show: !this.hidden.has(curve.label),
+        points: { show: !curve.isRaw && !curve.isBound && numberOfValues(curve.y) < 60, size: 5, filter: (_, k, isShown) => isShown ? null : this.lonely[k] } }))],
       axes: [{ ...axis, ...ticks(xFormat, plot => plot.width / 100, this.xKind === "iteration" ? WHOLE_STEPS : undefined), label: xLabelOf(this.xKind), labelSize: 18, size: 32, labelFont: FONT },
              { ...axis, ...ticks(format, () => 6), size: (_, texts) => texts ? 18 + 6.2 * Math.max(2, ...texts.map(text => text.length)) : 50 }],
       hooks: {
@@ -219,7 +220,7 @@ class Chart {
   }
   makeLegend(curves) {
     this.entries = curves.map((curve, i) => {
-      if (curve.isRaw) return null;
+      if (curve.isRaw || curve.isBound) return null;
       const value = h("span", { class: "value" });
       const button = h("button", { type: "button", "aria-pressed": !this.hidden.has(curve.label), title: "Show or hide this curve", onclick: () => {
         this.hidden.has(curve.label) ? this.hidden.delete(curve.label) : this.hidden.add(curve.label);
@@ -291,7 +292,7 @@ class Chart {
     const isShort = value => Math.fround(value) === value && !Number.isInteger(value);  // 4 bytes have 7 digits
     const text = value => value === undefined ? "" : value === null ? "NaN" : isShort(value) ? Number(value.toPrecision(7)) : value;
     const rows = xs.map((x, i) => [x, ...columns.map(column => column[i])].map(text).join(","));
-    return `${[xLabelOf(this.xKind), ...curves.map(curve => curve.label)].map(quoted).join(",")}\n${rows.join("\n")}\n`;
+    return `${[xLabelOf(this.xKind), ...curves.map(curve => `${curve.label}${curve.isBound ? `, ${curve.isBound === "high" ? "highest" : "lowest"}` : ""}`)].map(quoted).join(",")}\n${rows.join("\n")}\n`;
   }
   async toPicture() {  // title, curves and legend, in the colours of the page
     this.draw();

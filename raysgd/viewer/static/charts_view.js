@@ -17,11 +17,13 @@ addSection("charts", { id: "metrics", title: "Metrics", show: showMetrics, conte
     h("label", { title: "The range of a curve is that of 90 % of its values." }, h("input", { type: "checkbox", id: "clip",
       onchange: event => { setState({ clip: event.target.checked }); show("metrics"); } }), " clip outliers"),
     h("button", { type: "button", id: "reset", disabled: true, text: "Reset zoom", onclick: () => setZoom(null) }),
+    h("button", { type: "button", id: "ungroup", hidden: true, onclick: () => { setState({ group: "" }); show("metrics"); } }),
     h("button", { type: "button", id: "more", hidden: true, onclick: () => { setState({ all: !state.all }); show("metrics"); } }),
     h("span", { class: "soft small", id: "metrics-count", role: "status" })),
   h("p", { class: "soft small screen", text: "Drag over a curve to zoom, double-click to see all of it. Press ? for the keys." }),
   h("p", { id: "metrics-note", class: "soft", role: "status" }),
-  h("div", { class: "charts", id: "charts" }), h("div", { id: "texts" })] });
+  h("div", { class: "charts", id: "charts" })] });
+addSection("charts", { id: "media", title: "Images, texts and histograms", show: showMedia, content: [h("div", { id: "media" })] });
 addSection("charts", { id: "timeline", title: "Timeline", show: showTimeline, content: [h("div", { id: "timeline" })] });
 addSection("charts", { id: "pace", title: "Data wait, pace and memory", show: showPace, content: [h("div", { class: "charts", id: "pace" })] });
 addSection("charts", { id: "config", title: "Config", show: showConfig, content: [

@@ -57,9 +57,9 @@ function shaded({ colour }, place, count) {
 
 class Run {
   constructor(id, name, key) {
-    Object.assign(this, { id, name, key, state: "", updated: 0, cursor: -1, isSelected: false, facts: null, texts: {},
+    Object.assign(this, { id, name, key, state: "", updated: 0, cursor: -1, isSelected: false, facts: null, row: null, texts: new Map(),
                           nonfinite: new Map(), ranks: [], metrics: [], place: 0, rankCurves: new Map(),
-                          rankElements: new Map(), version: 0, factsVersion: 0, isClosed: false });
+                          rankElements: new Map(), version: 0, factsVersion: 0, isClosed: false, isBehind: false, step: 1 });
     this.iterations = new Column();
     this.columns = new Map();
   }
@@ -68,7 +68,8 @@ class Run {
   take(answer) {  // returns whether anything has changed
     const before = this.state;
     this.state = answer.state; this.cursor = answer.cursor; this.updated = answer.updated; this.isClosed = answer.is_closed;
-    if (answer.facts) { this.facts = answer.facts; this.factsVersion += 1; this.name = answer.facts.name; }
+    this.isBehind = answer.is_behind;
+    if (answer.facts) { this.facts = answer.facts; this.factsVersion += 1; this.name = (this.row && this.row.title) || answer.facts.name; }
     const results = answer.results;
     if (results) {
       const rows = this.iterations.get();
@@ -80,7 +81,9 @@ class Run {
         this.columns.get(name).add(place, encoded);
         if (encoded.ranks) this.rankElements.set(name, encoded.ranks);
       }
-      Object.assign(this, { texts: results.texts, nonfinite: new Map(Object.entries(results.nonfinite)), ranks: results.ranks });
+      for (const found of this.texts.values()) while (found.length && found[found.length - 1][0] >= results.from) found.pop();
+      for (const [name, added] of Object.entries(results.texts)) this.texts.set(name, [...(this.texts.get(name) || []), ...added]);
+      Object.assign(this, { nonfinite: new Map(Object.entries(results.nonfinite)), ranks: results.ranks, step: results.step });
       this.version += 1;
     }
     return Boolean(answer.facts || results || before !== this.state);
@@ -96,7 +99,7 @@ class Run {
   }
 }
 
-const page = { runs: new Map(), charts: new Map() };
+const page = { runs: new Map(), charts: new Map(), version: -1, numUnread: 0 };
 const selected = () => [...page.runs.values()].filter(run => run.isSelected && run.facts);
 
 addState("run", []);  // the keys of the selected runs, in the order of their colours; empty: the newest one, in a file all

@@ -16,9 +16,9 @@ function chooseTheme(theme) {
   applyTheme();
   show();
 }
-const press = id => () => byId(id)?.click();
+const press = id => () => byId(id).checkVisibility() && byId(id).click();
 addKey("?", "show these keys", () => byId("keys").showModal());
-addKey("/", "filter metrics", () => byId("filter").focus());
+addKey("/", "search or filter", () => shownView.element.querySelector("input[type=search]")?.focus());
 addKey("j", "next chart", () => moveToChart(1));
 addKey("k", "previous chart", () => moveToChart(-1));
 addKey("x", "choose the horizontal axis", () => byId("x").focus());

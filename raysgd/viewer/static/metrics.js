@@ -8,10 +8,11 @@ addState("filter", "");
 addState("all", false);
 addState("ranks", []);
 
-function rank(name) {  // what most people look at comes first
-  const order = [/loss|error|perplex|ppl/i, /acc|score|f1|reward|auc|bleu|iou/i, /^lr$|learning_rate/i];
-  const found = order.findIndex(pattern => pattern.test(name));
-  return /(^|\/)(epoch|step)$/.test(name) ? order.length + 1 : found < 0 ? order.length : found;
+const { firstMetrics, lastMetrics } = document.documentElement.dataset;
+const FIRST = JSON.parse(firstMetrics).map(pattern => new RegExp(pattern, "i")), LAST = new RegExp(lastMetrics);
+function rank(name) {  // what most people look at comes first, as in `raysgd ls`
+  const found = FIRST.findIndex(pattern => pattern.test(name));
+  return LAST.test(name) ? FIRST.length + 1 : found < 0 ? FIRST.length : found;
 }
 function metricNames() {
   const names = new Set();
@@ -21,6 +22,7 @@ function metricNames() {
 }
 function curvesOf(name) {
   const runs = selected(), found = [];
+  if (isGrouped(runs)) return curvesOfGroups(runs.filter(run => run.columns.has(name)), name);
   for (const run of runs) {
     if (!run.columns.has(name)) continue;
     const xs = run.x(state.x), known = state.ranks.includes(name) && run.hasRanks(name) ? run.rankCurves.get(name) : null;
@@ -125,15 +127,17 @@ function showMetrics() {
   const notes = without.map(run => run.isOver ? `${run.name} ended before its first result.` : `${run.name} has no result yet.`);
   notes.push(...withoutX);
   if (shown.length === MAX_METRICS && matching.length > MAX_METRICS) notes.push(`Filter to see others than the first ${MAX_METRICS}.`);
-  if ([...page.runs.values()].some(run => run.isSelected && !run.facts)) notes.push("Reading the run's files.");
+  for (const run of selected().filter(found => found.step > 1)) {
+    notes.push(`${run.name} has many results: of each ${run.step} iterations, the lowest and the highest value are shown.`);
+  }
+  if ([...page.runs.values()].some(run => run.isSelected && (!run.facts || run.isBehind))) notes.push("Reading the run's files.");
   else if (!selected().length) notes.push("Select a run.");
   else if (!names.length && !without.length) notes.push("The results have no numbers.");
   else if (!matching.length && names.length) notes.push(`No metric of ${names.length} matches the filter.`);
+  byId("ungroup").hidden = !isGrouped(selected());
+  byId("ungroup").textContent = state.group ? `Ungroup by ${titleOf(state.group)}` : "";
   byId("metrics-note").textContent = notes.join(" ");
   byId("metrics-count").textContent = names.length ? `${shown.length} of ${names.length} metrics` : "";
-  const texts = selected().flatMap(run => Object.entries(run.texts).map(([name, text]) => [run.name, name, text]));
-  fill(byId("texts"), texts, () => texts.length ? h("details", {}, h("summary", { text: "Metrics that are not numbers, last values" }),
-    table(["run", "metric", "last value"], texts.map(row => row.map(text => cell(text))))) : []);
 }
 
 

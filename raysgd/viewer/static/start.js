@@ -11,21 +11,25 @@ async function get(address) {
 const textOf = error => (error instanceof TypeError ? "The server does not answer. Is raysgd ui still running?" : error.message);
 function showProblem(text) { byId("banner").textContent = text; byId("banner").hidden = !text; }
 async function listRuns() {  // returns whether a selected run is gone
-  const { runs, folder } = await get("api/runs");
+  const wantsRanges = [...state.column, state.sort, state.metric].some(column => /^-?(min|max):/.test(column)) || shownView.name === "search";
+  const { runs, ids, version, folder, num_unread: numUnread } = await get(`api/runs?after=${page.version}${wantsRanges ? "&ranges=1" : ""}`);
   byId("folder").textContent = folder;
-  const before = page.runs;
-  page.runs = new Map(runs.filter(found => before.has(found.id)).map(found => [found.id, before.get(found.id)]));
-  for (const found of runs) {
-    const run = page.runs.get(found.id) || addRun(found.id, found.name);
-    if (!run.facts) Object.assign(run, { state: found.state, updated: found.updated, started: found.started, iteration: found.iteration });
-    else if (!run.isSelected) run.state = found.state;
+  const before = page.runs, changed = new Map(runs.map(row => [row.id, row]));
+  Object.assign(page, { version, numUnread, runs: new Map(ids.filter(id => before.has(id)).map(id => [id, before.get(id)])) });
+  for (const id of ids) {
+    const row = changed.get(id), run = page.runs.get(id) || addRun(id, row.name);
+    if (!row) continue;
+    run.row = { ...row, version };
+    run.name = row.title || row.name;
+    if (!run.facts) Object.assign(run, { state: row.state, updated: row.updated, started: row.started, iteration: row.iteration });
+    else if (!run.isSelected) run.state = row.state;
   }
-  page.runs = new Map(runs.map(found => [found.id, page.runs.get(found.id)]));
+  page.runs = new Map(ids.map(id => [id, page.runs.get(id)]));
   if (!before.size) applySelection();
   return [...before.values()].some(run => run.isSelected && !page.runs.has(run.id));
 }
 let isPolling = false, polls = 0;
-async function poll() {
+async function poll(lists = false) {
   if (MODE !== "live" || isPolling) return;
   isPolling = true;
   let problem = "", hasChanged = false;
@@ -33,14 +37,21 @@ async function poll() {
     try { hasChanged = (await work()) || hasChanged; }
     catch (error) { problem = textOf(error); }
   };
-  const hasListed = polls++ % LIST_EVERY === 0;
+  const hasListed = lists || polls++ % LIST_EVERY === 0 || page.numUnread > 0;
   if (hasListed) await attempt(listRuns);
   for (const run of [...page.runs.values()].filter(found => found.isSelected && !found.isClosed)) {
-    await attempt(async () => run.take(await get(`api/runs/${run.id}?after=${run.cursor}`)));
+    await attempt(async () => {
+      let isNew = false;
+      do {  // a long run comes in parts
+        isNew = run.take(await get(`api/runs/${run.id}?after=${run.cursor}`)) || isNew;
+        if (run.isBehind) show();
+      } while (run.isBehind && run.isSelected);
+      return isNew;
+    });
   }
   showProblem(problem);
   if (hasChanged) show();
-  else if (hasListed) show("runs");
+  else show("output", ...(hasListed ? ["runs", "all-runs", "trials", "parallel", "scatter", "lineage", "search-choice"] : []));
   isPolling = false;
 }
 async function follow() {
@@ -56,6 +67,10 @@ if (MODE === "file") {
   for (const element of document.querySelectorAll("script[data-run]")) {
     const answer = JSON.parse(element.textContent);
     addRun(page.runs.size, answer.facts.name).take(answer);
+  }
+  for (const row of JSON.parse(byId("rows").textContent)) {
+    const run = page.runs.get(row.id);
+    Object.assign(run, { row, name: row.title || run.name });
   }
   applySelection();
   show();

@@ -78,6 +78,8 @@ function writeAddress() {
   try { history.replaceState(null, "", addressOf(shownView.name, viewArgument)); } catch { /* the frame of a notebook has no address */ }
 }
 
+function openView(view, argument = "") { writeAddress(); location.hash = addressOf(view, argument); }
+
 // A link to a view, which shows there what is shown here: the same runs, axis and so on.
 function viewLink(view, argument, text) {
   const follow = event => { writeAddress(); event.currentTarget.setAttribute("href", addressOf(view, argument)); };

@@ -31,12 +31,16 @@ function timelineOf(run) {
     const how = { died: "died", left: "left the group", end: "until the end of the run", "": "still there" }[life.how];
     const entered = life.inside.length ? seconds(life.inside[0][0] - start) : "–";
     const text = `rank ${life.rank}, pid ${life.pid} on ${life.node}: ready after ${seconds(life.start - start)}, `
-      + `train_func entered after ${entered}, ${how}${life.end ? ` after ${seconds(life.end - start)}` : ""}`;
+      + `train_func entered after ${entered}, ${how}${life.end ? ` after ${seconds(life.end - start)}` : ""}${MODE === "live" ? ". A click shows what it printed then." : ""}`;
     const group = svg("g", {}, title(text), svg("rect", { class: "starting", x: from, y, width: to - from, height: 11 }));
     for (const [entry, exit] of life.inside) {
       const begin = Math.max(from, at(entry)), stop = Math.min(to, at(exit ?? life.end ?? end));
       group.append(svg("rect", { fill: run.style.colour, x: begin, y, width: Math.max(1, stop - begin), height: 11 }));
     }
+    if (MODE === "live") group.addEventListener("click", event => {
+      const box = picture.getBoundingClientRect();
+      showOutputAt(run, life.rank, Math.max(0, ((event.clientX - box.left) / box.width * width - left) / (width - left - 8) * (end - start)));
+    });
     picture.append(group);
     if (life.how === "died") picture.append(svg("path", { class: "died", d: `M${to - 4},${y + 1}l8,9m0,-9l-8,9` }));
   }

@@ -463,6 +463,7 @@ class Sampler:
             "steps_per_s": (spent.steps - before.steps) / elapsed,
             # Of the time up to the last step; None without a step, or without data of raysgd.
             "data_wait_fraction": (spent.data_s - before.data_s) / trained_s if spent.data_s and trained_s else None,
+            "output_bytes": [file.size for file in find_output()],
         }
         self._publish(values)
         return values

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
+from raysgd._util import media
 from raysgd._util.imports import uncollected
 from raysgd.backends.base import Backend, Member
 from raysgd.checkpoint.checkpoint import Checkpoint, load_state
@@ -26,6 +27,8 @@ from raysgd.errors import AttemptEnded, CheckpointNotFoundError
 from raysgd.session import rank_state
 from raysgd.session.base import Identity
 from raysgd.session.event_queue import EventQueue
+from raysgd.session.events import Warned
+from raysgd.session.media import ImageFolder
 from raysgd.session.rank_state import make_deterministic, seed_generators, use_one_thread
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import Codec, WorkerSession
@@ -116,8 +119,9 @@ class AttemptBuilder:
         if self._pool is None:
             self._pool = StagingPool(max_pending_bytes=run.checkpoint.max_pending_bytes)
         member, task = order.member, run.task
-        event_queue = EventQueue(order.flush_interval_s)
         storage = Storage.from_uri(run.checkpoints_uri, retry=retry_of_writes(run.checkpoint.on_write_error))
+        images = ImageFolder(storage.parent().child(media.FOLDER), lambda text: event_queue.put(Warned(text)))
+        event_queue = EventQueue(order.flush_interval_s, keep_image=images.keep)
         writer = CheckpointWriter(
             CheckpointStore(storage),
             attempt=order.attempt,
