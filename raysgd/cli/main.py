@@ -34,6 +34,7 @@ COMMANDS = {
     "resume": ("raysgd.cli.runs.control:resume_command", "Resume a paused run."),
     "stop": ("raysgd.cli.runs.control:stop_command", "End a detached run; its checkpoints stay."),
     "restore": ("raysgd.cli.runs.control:restore_command", "Start a run again from its newest checkpoint."),
+    "why": ("raysgd.cli.runs.why", "Say what a run's time was used for, and what made it slow."),
     "compare": ("raysgd.cli.runs.listing:compare_command", "Find where two runs first differ."),
     "report": ("raysgd.cli.report", "Write a page about runs, as one HTML file."),
     "ui": ("raysgd.cli.ui", "Show the runs in a folder in a browser, also live ones."),

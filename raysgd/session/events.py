@@ -38,9 +38,10 @@ class Entered:
 
 @dataclass(frozen=True)
 class Left:
-    """train_func was left; ``output`` is as in `Entered`."""
+    """train_func was left; ``output`` is as in `Entered`, ``uses`` what `Progress.uses` returned."""
 
     output: tuple[OutputFile, ...] = ()
+    uses: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
