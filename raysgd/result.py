@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysgd.goodput.ledger import Ledger
 
 #: The keys that raysgd adds to every result. A metric of the user with such a name is refused.
 AUTOMATIC_KEYS = frozenset(
@@ -77,6 +80,7 @@ class RunInfo:
         warnings: The texts of the run's warnings so far; it grows during the run. Empty in workers.
         read_earlier: Returns the results of the runs that this one was resumed from, up to the checkpoints, oldest first; none
             in workers. Runs in other Trainers' folders belong to the training if they have the same train_func.
+        ledger: What the run's time was used for so far; None in workers and in other processes than the driver.
     """
 
     name: str
@@ -88,6 +92,15 @@ class RunInfo:
     started_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
     read_earlier: Callable[[], list[Result]] = field(default=list, repr=False, compare=False)
+    ledger: Ledger | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def goodput(self) -> float | None:
+        """The part of the workers' time so far, without pauses, that was training and evaluation; None if it is not known.
+
+        `raysgd why` says what the rest was.
+        """
+        return None if self.ledger is None else self.ledger.goodput
 
     @property
     def label(self) -> str:

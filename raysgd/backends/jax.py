@@ -286,6 +286,6 @@ def _time_compilations() -> None:
 _is_timed = False
 
 
-def _on_duration(event: str, seconds: float, **_: Any) -> None:
+def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
     if event in ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"):
-        context.current().progress.compiling.add(seconds)
+        context.current().progress.compiling.add(duration_secs)

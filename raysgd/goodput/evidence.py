@@ -24,12 +24,14 @@ class Pace:
         step_s: Seconds per step.
         uses: Seconds per step of each use.
         cpu_wait_s: Seconds per step in which others had the processors; None where nothing says it.
+        has_first: The first steps are among them, which compile and fill caches.
     """
 
     steps: int
     step_s: float
     uses: Mapping[str, float]
     cpu_wait_s: float | None = None
+    has_first: bool = False
 
     @property
     def own_s(self) -> float:
@@ -78,7 +80,7 @@ class Evidence:
                     nodes[data["rank"]] = str(data.get("node", ""))
                 case "attempt_start":
                     paces, readings = _paces(readings) or paces, {}
-                case "sample" if "uses" in data:
+                case "sample" | "left" if "uses" in data:
                     readings.setdefault(data["rank"], []).append(data)
                 case "checkpoint":
                     savings.append(Saving(event.timestamp, float(data.get("seconds") or 0.0)))
@@ -114,15 +116,18 @@ class Evidence:
 
 
 def _paces(readings: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, Pace]:
-    """Return how the steps went between the first and the last sample of each rank in which steps were made."""
+    """Return how the steps of each rank went: between its first and last readings after a step; all steps, if there are not two."""
     found: dict[int, Pace] = {}
     for rank, samples in readings.items():
         made = [each for each in samples if each["steps"] > 0]
+        if has_first := len(made) == 1:
+            setup_s = {use: seconds for use, seconds in made[0]["uses"].items() if use == "setup"}
+            made.insert(0, {"steps": 0, "uses": setup_s})
         if len(made) < 2 or (steps := made[-1]["steps"] - made[0]["steps"]) < MIN_STEPS:
             continue
         first, last = made[0], made[-1]
         uses = {use: (seconds - first["uses"].get(use, 0.0)) / steps for use, seconds in last["uses"].items()}
-        waits = [each.get("cpu_wait_s") for each in (first, last)]
-        cpu_wait_s = None if None in waits else (waits[1] - waits[0]) / steps
-        found[rank] = Pace(steps, sum(uses.values()), uses, cpu_wait_s)
+        waited_s, before_s = last.get("cpu_wait_s"), first.get("cpu_wait_s")
+        cpu_wait_s = None if waited_s is None or before_s is None else (waited_s - before_s) / steps
+        found[rank] = Pace(steps, sum(uses.values()), uses, cpu_wait_s, has_first)
     return found

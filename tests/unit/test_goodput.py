@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_each_second_of_each_worker_has_exactly_one_use(
         assert min(each.uses.values()) >= 0 and set(each.uses) <= set(WORDS)
     for rank in {each.rank for each in slices}:
         own = sorted((each for each in slices if each.rank == rank), key=lambda each: each.start)
-        for before, after in zip(own, own[1:], strict=False):
+        for before, after in pairwise(own):
             assert after.start >= before.end - 1e-6, "two uses at the same time"
     if slices and (goodput := ledger.goodput) is not None:
         assert 0 <= goodput <= 1 + 1e-9
@@ -233,3 +234,14 @@ def test_one_rank_computes_longer() -> None:
 )
 def test_overheads_are_named(use: str, cause: str) -> None:
     assert [each.cause for each in stepping(2, each={"training": 0.08, use: 0.02})] == [cause]
+
+
+def test_a_first_compilation_belongs_to_the_start() -> None:
+    run = Run()
+    run.start(1, joining_s=1.0)
+    run.enter(0)
+    run.at += 10
+    run.emit("left", rank=0, attempt=1, steps=50, uses={"setup": 1.0, "compiling": 4.0, "training": 5.0})
+    run.emit("run_end")
+    (found,) = find_causes(Evidence.of(run.events), RULES)
+    assert (found.cause, found.share) == ("start", pytest.approx(6 / 11))

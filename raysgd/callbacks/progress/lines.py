@@ -17,6 +17,7 @@ from raysgd.callbacks.values import (
     duration,
     end_state,
     flatten,
+    goodput_text,
     one_line,
     short,
     split_automatic,
@@ -174,7 +175,9 @@ class LinesDisplay:
         took = duration((self._clock() if self._end_at is None else self._end_at) - self._start_at)
         reason = "" if error is None else f": {one_line(error)}"
         state = end_state(error, self._outcome)
-        self._print(f"{state} after {took}, {self._num_results} results{reason}{warnings_text(self._info)}")
+        text = f"{state} after {took}, {self._num_results} results{reason}{warnings_text(self._info)}"
+        goodput = goodput_text(self._info)
+        self._print(f"{text}; {goodput}" if goodput else text)
 
     def _show_waiting(self) -> None:
         waiting, self._waiting = self._waiting, None

@@ -10,25 +10,33 @@ START_SHARE = 0.3
 
 
 def find_start(evidence: Evidence) -> Finding | None:
-    share = evidence.share("starting", "setup")
+    share = evidence.share("starting", "setup", "compiling") - _compiling_share(evidence)
     if share < START_SHARE or not evidence.paces:
         return None
     return Finding(
         "start",
         share,
-        f"the run took {share:.0%} of its time to start workers and to set up train_func, before its first step.",
+        f"the run took {share:.0%} of its time to start workers, to set up train_func and to compile its first steps.",
         "keep the Trainer for the next run (its workers stay), or do more steps in a run.",
     )
 
 
 def find_compiling(evidence: Evidence) -> Finding | None:
-    return _overhead(
-        evidence,
+    share = _compiling_share(evidence)
+    return Finding(
         "compiling",
-        "compiling",
-        "compilations took {share:.0%} of the time.",
-        "give batches the same shape (drop or pad the last one), or keep a compilation cache.",
+        share,
+        f"steps after the first ones compiled again, which took {share:.0%} of the time.",
+        "give all batches the same shape (pad the shorter ones), and pass what changes as arrays, not as Python values.",
+        1 / max(1 - share, 1e-9),
     )
+
+
+def _compiling_share(evidence: Evidence) -> float:
+    """Return the part of the workers' time in which steps other than the first compiled."""
+    step_s = evidence.step_s
+    later = [pace.uses.get("compiling", 0.0) for pace in evidence.paces.values() if not pace.has_first]
+    return evidence.stepping_share * min(later) / step_s if later and step_s else 0.0
 
 
 def find_callbacks(evidence: Evidence) -> Finding | None:

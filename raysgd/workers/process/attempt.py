@@ -269,7 +269,7 @@ class Attempt:
         self.has_returned = isinstance(outcome, Returned)
         if not self.has_returned:
             self._leave_group()
-        self._event_queue.put(Left(find_output(), self._uses))
+        self._event_queue.put(Left(find_output(), self.session.progress.spent.steps, self._uses))
         self.session.close()
         # Saves must become durable however train_func ended. A rank that others wait for does not wait for memory copies.
         is_cause = isinstance(outcome, Returned) or (isinstance(outcome, Failed) and not outcome.in_collective)
