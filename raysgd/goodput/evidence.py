@@ -23,14 +23,16 @@ class Pace:
         steps: How many were looked at.
         step_s: Seconds per step.
         uses: Seconds per step of each use.
-        cpu_wait_s: Seconds per step in which others had the processors; None where nothing says it.
+        cpu_wait_s: Seconds per step in which the rank could have run, but others had the processors; 0 where nothing says it.
+        memory_wait_s: Seconds per step in which its node waited for memory.
         has_first: The first steps are among them, which compile and fill caches.
     """
 
     steps: int
     step_s: float
     uses: Mapping[str, float]
-    cpu_wait_s: float | None = None
+    cpu_wait_s: float = 0.0
+    memory_wait_s: float = 0.0
     has_first: bool = False
 
     @property
@@ -57,6 +59,7 @@ class Evidence:
         paces: How the steps of each rank went, in the newest attempt that made some.
         savings: Its checkpoints on storage, oldest first.
         failures: The times of its failures.
+        busy: The newest process that is not one of Ray's and used processors which a rank waited for, by rank.
     """
 
     ledger: Ledger
@@ -64,6 +67,7 @@ class Evidence:
     paces: Mapping[int, Pace] = field(default_factory=dict)
     savings: Sequence[Saving] = ()
     failures: Sequence[float] = ()
+    busy: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> Evidence:
@@ -73,6 +77,7 @@ class Evidence:
         paces: dict[int, Pace] = {}
         savings: list[Saving] = []
         failures: list[float] = []
+        busy: dict[int, str] = {}
         for event in events:
             data = event.data
             match event.kind:
@@ -82,11 +87,13 @@ class Evidence:
                     paces, readings = _paces(readings) or paces, {}
                 case "sample" | "left" if "uses" in data:
                     readings.setdefault(data["rank"], []).append(data)
+                    if given := data.get("busy"):
+                        busy[data["rank"]] = f"{given['name']} (pid {given['pid']}, {given['processors']} processors)"
                 case "checkpoint":
                     savings.append(Saving(event.timestamp, float(data.get("seconds") or 0.0)))
                 case "failure":
                     failures.append(event.timestamp)
-        return cls(Ledger.of(events), nodes, _paces(readings) or paces, savings, failures)
+        return cls(Ledger.of(events), nodes, _paces(readings) or paces, savings, failures, busy)
 
     @cached_property
     def totals(self) -> dict[str, float]:
@@ -116,7 +123,7 @@ class Evidence:
 
 
 def _paces(readings: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, Pace]:
-    """Return how the steps of each rank went: between its first and last readings after a step; all steps, if there are not two."""
+    """Return how the steps of each rank went, between its first and last readings after a step; of one reading, all its steps."""
     found: dict[int, Pace] = {}
     for rank, samples in readings.items():
         made = [each for each in samples if each["steps"] > 0]
@@ -127,7 +134,12 @@ def _paces(readings: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, Pac
             continue
         first, last = made[0], made[-1]
         uses = {use: (seconds - first["uses"].get(use, 0.0)) / steps for use, seconds in last["uses"].items()}
-        waited_s, before_s = last.get("cpu_wait_s"), first.get("cpu_wait_s")
-        cpu_wait_s = None if waited_s is None or before_s is None else (waited_s - before_s) / steps
-        found[rank] = Pace(steps, sum(uses.values()), uses, cpu_wait_s, has_first)
+        cpu_wait_s, memory_wait_s = (_added(made, name) / steps for name in ("cpu_wait_s", "memory_wait_s"))
+        found[rank] = Pace(steps, sum(uses.values()), uses, cpu_wait_s, memory_wait_s, has_first)
     return found
+
+
+def _added(readings: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Return by how much a number that only grows has grown between the first and the last reading that have it."""
+    known = [reading[name] for reading in readings if reading.get(name) is not None]
+    return float(known[-1] - known[0]) if known else 0.0

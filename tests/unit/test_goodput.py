@@ -16,6 +16,7 @@ from raysgd.goodput.ledger import WORDS, Ledger, goodput_of
 from raysgd.goodput.rules import RULES
 from raysgd.result import Event
 
+SECONDS = st.floats(0.01, 50.0)
 USES = ("training", "data", "waiting", "checkpoint", "compiling", "evaluation", "callbacks", "garbage")
 
 
@@ -53,52 +54,53 @@ class Run:
 def runs(draw: st.DrawFn) -> tuple[list[Event], list[tuple[float, float, int]]]:
     """Return the events of a run, and when how many workers were held: (start, end, workers)."""
     run, held = Run(), []
-    seconds = st.floats(0.01, 50.0)
     num_attempts = draw(st.integers(0, 4))
-    began, ended = run.at, False
+    began, size = run.at, 1
     for number in range(num_attempts):
         size = draw(st.integers(1, 3))
-        run.start(size, draw(seconds))
-        entered = {}
-        for rank in range(size):
-            if draw(st.integers(0, 5)):
-                run.at += draw(st.floats(0, 0.5))
-                run.enter(rank)
-                entered[rank] = (run.at, defaultdict[str, float](float))
-        for _ in range(draw(st.integers(0, 3))):
-            run.at += draw(seconds)
-            for rank, (since, uses) in entered.items():
-                left_s = run.at - since - sum(uses.values())
-                for use in draw(st.lists(st.sampled_from(USES), min_size=1, max_size=3, unique=True)):
-                    part = draw(st.floats(0, 1)) * left_s
-                    uses[use] += part
-                    left_s -= part
-                uses["training"] += left_s
-                run.sample(rank, 10, **uses)
-        for rank, (since, uses) in entered.items():
-            if draw(st.booleans()):
-                run.at += draw(st.floats(0, 0.2))
-                uses["training"] += run.at - since - sum(uses.values())
-                run.leave(rank, **uses)
+        run.start(size, draw(SECONDS))
+        _train(draw, run, size)
         if number == num_attempts - 1 and draw(st.booleans()):
             break  # it is live
-        run.at += draw(seconds)
+        run.at += draw(SECONDS)
         run.kept_s = draw(st.floats(0, run.kept_s + 60))
         kind = draw(st.sampled_from(["failure", "regroup", "paused", "controller_restart", "run_end"]))
         run.emit(kind)
         held.append((began, run.at, size))
         began = run.at
         if kind == "paused":
-            run.at += draw(seconds)
+            run.at += draw(SECONDS)
             run.emit("resumed")
             held.append((began, run.at, size))
             began = run.at
-        ended = kind == "run_end"
-        if ended:
+        if kind == "run_end":
             break
-    if not ended and run.at > began:
-        held.append((began, run.at, size if num_attempts else 1))
-    return run.events, held
+    return run.events, [*held, (began, run.at, size)]
+
+
+def _train(draw: st.DrawFn, run: Run, size: int) -> None:
+    """Let some ranks enter train_func, use their time somehow, and leave."""
+    entered: dict[int, tuple[float, defaultdict[str, float]]] = {}
+    for rank in range(size):
+        if draw(st.integers(0, 5)):
+            run.at += draw(st.floats(0, 0.5))
+            run.enter(rank)
+            entered[rank] = (run.at, defaultdict(float))
+    for _ in range(draw(st.integers(0, 3))):
+        run.at += draw(SECONDS)
+        for rank, (since, uses) in entered.items():
+            left_s = run.at - since - sum(uses.values())
+            for use in draw(st.lists(st.sampled_from(USES), min_size=1, max_size=3, unique=True)):
+                part = draw(st.floats(0, 1)) * left_s
+                uses[use] += part
+                left_s -= part
+            uses["training"] += left_s
+            run.sample(rank, 10, **uses)
+    for rank, (since, uses) in entered.items():
+        if draw(st.booleans()):
+            run.at += draw(st.floats(0, 0.2))
+            uses["training"] += run.at - since - sum(uses.values())
+            run.leave(rank, **uses)
 
 
 @given(runs())
@@ -245,3 +247,34 @@ def test_a_first_compilation_belongs_to_the_start() -> None:
     run.emit("run_end")
     (found,) = find_causes(Evidence.of(run.events), RULES)
     assert (found.cause, found.share) == ("start", pytest.approx(6 / 11))
+
+
+def test_exchanging_that_takes_long_is_no_straggler() -> None:
+    assert [each.cause for each in stepping(4, each={"training": 0.02, "waiting": 0.03})] == ["collectives"]
+
+
+def crowded(**readings: list[float]) -> list[Finding]:
+    """Find the causes in a run of two ranks with these seconds so far at two samples, 10 s apart; a list of each rank's."""
+    run = Run()
+    run.start(2, joining_s=0.0)
+    for rank in (0, 1):
+        run.enter(rank)
+    for number, steps in enumerate((10, 110)):
+        run.at = 1000.0 + 0.1 * steps
+        for rank in (0, 1):
+            own = {name: number * values[rank] for name, values in readings.items()}
+            busy = {"name": "burner", "pid": 4711, "processors": 1.5}
+            run.emit("sample", rank=rank, steps=steps, uses={"training": 0.1 * steps}, busy=busy, **own)
+    run.emit("run_end")
+    return find_causes(Evidence.of(run.events), RULES)
+
+
+def test_processors_that_all_ranks_wait_for() -> None:
+    (found,) = crowded(cpu_wait_s=[3.0, 2.0])
+    assert found.cause == "processors" and found.gain == pytest.approx(1.25)
+    assert "20% of the time; most used by burner (pid 4711, 1.5 processors)" in found.text
+
+
+def test_memory_that_a_node_waits_for() -> None:
+    (found,) = crowded(memory_wait_s=[0.0, 4.0])
+    assert found.cause == "memory" and "the node of rank 1, node1, waited 40%" in found.text

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from raysgd.goodput.findings import Rule
-from raysgd.goodput.rules import checkpoints, data, overheads, restarts, stragglers
+from raysgd.goodput.rules import checkpoints, collectives, data, machines, overheads, restarts, stragglers
 
 RULES: tuple[Rule, ...] = (
     data.find,
     stragglers.find,
+    collectives.find,
+    machines.find_processors,
+    machines.find_memory,
     restarts.find,
     checkpoints.find,
     overheads.find_start,

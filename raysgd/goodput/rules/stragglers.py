@@ -27,8 +27,9 @@ def find(evidence: Evidence) -> Finding | None:
         return None
     pace, node = evidence.paces[slowest], evidence.nodes.get(slowest)
     why, remedy = "", "see what else runs there, or exclude the node."
-    if pace.cpu_wait_s is not None and pace.cpu_wait_s >= CPU_PART * excess_s:
-        why = f"; other processes had its processors for {pace.cpu_wait_s / pace.step_s:.0%} of the time"
+    if pace.cpu_wait_s >= CPU_PART * excess_s:
+        busy = evidence.busy.get(slowest, "other processes")
+        why = f"; {busy} had its processors for {pace.cpu_wait_s / pace.step_s:.0%} of the time"
         remedy = "give its node to this run alone, or exclude the node."
     return Finding(
         "straggler",

@@ -47,6 +47,7 @@ from raysgd.workers.process import train_thread
 from raysgd.workers.process.first_snapshot import FirstSnapshot
 from raysgd.workers.process.output import find_output
 from raysgd.workers.process.position_finder import PositionFinder
+from raysgd.workers.process.pressure import Pressure
 from raysgd.workers.process.train_thread import TrainThread, clear_frames, describe_unprintable
 
 #: A larger return value is an item of its own in the Ray stream, which the controller passes on unread.
@@ -446,6 +447,7 @@ class Sampler:
         self._sampled_at = time.monotonic()
         self.due_at = self._sampled_at + SAMPLE_INTERVAL_S
         self._export: Any = None
+        self._pressure = Pressure()
 
     def sample(self, session: WorkerSession) -> dict[str, Any]:
         """Return the values since the last sample, and what train_func's time was used for since it was entered."""
@@ -467,7 +469,7 @@ class Sampler:
             "data_wait_fraction": (spent.data_s - before.data_s) / trained_s if spent.data_s and trained_s else None,
             "steps": spent.steps,
             "uses": session.progress.uses(),
-            "cpu_wait_s": session.progress.cpu_wait_s(),
+            **self._pressure.read(session.progress.cpu_wait_s(), elapsed),
         }
         self._publish(values)
         return values
