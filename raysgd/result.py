@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from raysgd.goodput.ledger import Ledger
+from typing import Any
 
 #: The keys that raysgd adds to every result. A metric of the user with such a name is refused.
 AUTOMATIC_KEYS = frozenset(
@@ -80,7 +77,7 @@ class RunInfo:
         warnings: The texts of the run's warnings so far; it grows during the run. Empty in workers.
         read_earlier: Returns the results of the runs that this one was resumed from, up to the checkpoints, oldest first; none
             in workers. Runs in other Trainers' folders belong to the training if they have the same train_func.
-        ledger: What the run's time was used for so far; None in workers and in other processes than the driver.
+        read_goodput: Returns `goodput`; None in workers, and in other processes than the driver.
     """
 
     name: str
@@ -92,7 +89,7 @@ class RunInfo:
     started_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
     read_earlier: Callable[[], list[Result]] = field(default=list, repr=False, compare=False)
-    ledger: Ledger | None = field(default=None, repr=False, compare=False)
+    read_goodput: Callable[[], float | None] = field(default=lambda: None, repr=False, compare=False)
 
     @property
     def goodput(self) -> float | None:
@@ -100,7 +97,7 @@ class RunInfo:
 
         `raysgd why` says what the rest was.
         """
-        return None if self.ledger is None else self.ledger.goodput
+        return self.read_goodput()
 
     @property
     def label(self) -> str:

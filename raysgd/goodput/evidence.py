@@ -17,7 +17,7 @@ MIN_STEPS = 5
 
 @dataclass(frozen=True)
 class Pace:
-    """How a rank's steps went in the newest attempt.
+    """The steps of a rank in the newest attempt.
 
     Attributes:
         steps: How many were looked at.
@@ -51,7 +51,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a run.
+    """The evidence that rules look at: the events of a run, summed up.
 
     Attributes:
         ledger: Its ledger.

@@ -86,7 +86,7 @@ class _Stay:
         if after:
             part = _difference(before, after[0][1])
         elif later > 1:
-            part = _difference(readings[later - 2][1], before)  # no reading came since: it went on as before
+            part = _difference(readings[later - 2][1], before)  # no reading came since: as before it
         part = part or {"training" if before else "setup": 1.0}
         scale = (moment - at) / sum(part.values())
         return dict(Counter(before) + Counter({use: seconds * scale for use, seconds in part.items()}))
@@ -255,9 +255,8 @@ class Ledger:
             sums.setdefault(each.rank, Counter()).update(each.uses)
         return {rank: dict(uses) for rank, uses in sorted(sums.items())}
 
-    @property
     def goodput(self) -> float | None:
-        """The part of the workers' time, without pauses, that was training and evaluation; None before there is any."""
+        """Return the part of the workers' time, without pauses, that was training and evaluation; None before there is any."""
         return goodput_of(self.totals())
 
 

@@ -233,7 +233,7 @@ class Progress:
 
     @property
     def spent(self) -> Spent:
-        """Where the time up to the last step went."""
+        """The parts of the time up to the last step."""
         return Spent(*self._spent)
 
     def cpu_wait_s(self) -> float | None:

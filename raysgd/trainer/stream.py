@@ -116,7 +116,7 @@ class ResultStream:
         self._values_lost: WorkerError | None = None
         self.run_dir: str | None = None
         ledger = Ledger(max_readings=_MAX_READINGS)
-        self.run_info = replace(RunInfo("", "", {}, 0, "") if info is None else info, ledger=ledger)
+        self.run_info = replace(RunInfo("", "", {}, 0, "") if info is None else info, read_goodput=ledger.goodput)
         log = _WarningLog(channel, run_id, self.run_info.warnings, is_logged=logs_warnings)
         self.warn = log.add
         reader = make_reader(self)

@@ -115,7 +115,7 @@ def test_a_healthy_run_has_no_cause_and_its_ledger_adds_up(trainer: raysgd.Train
 
 @pytest.mark.parametrize("strength", STRENGTHS)
 @pytest.mark.parametrize("cause", NAMES)
-def test_the_first_verdict_names_the_cause(trainer: raysgd.Trainer, cause: str, strength: float) -> None:
+def test_first_finding_is_the_cause(trainer: raysgd.Trainer, cause: str, strength: float) -> None:
     config = {key: value if key == "item_rank" else value * strength for key, value in CAUSES[cause].items()}
     trainer.run(train, config)
     found = [each for each in why(trainer)["causes"] if each["cause"] != "start"]

@@ -120,7 +120,7 @@ def test_each_second_of_each_worker_has_exactly_one_use(
         own = sorted((each for each in slices if each.rank == rank), key=lambda each: each.start)
         for before, after in pairwise(own):
             assert after.start >= before.end - 1e-6, "two uses at the same time"
-    if slices and (goodput := ledger.goodput) is not None:
+    if slices and (goodput := ledger.goodput()) is not None:
         assert 0 <= goodput <= 1 + 1e-9
 
 
@@ -180,11 +180,11 @@ def test_a_pause_costs_no_goodput() -> None:
     run.emit("run_end")
     ledger = Ledger.of(run.events)
     assert ledger.totals()["paused"] == 3600
-    assert ledger.goodput == 0.75
+    assert ledger.goodput() == 0.75
 
 
 def test_a_run_without_a_worker_has_no_goodput_yet() -> None:
-    assert Ledger.of(Run().events).goodput is None
+    assert Ledger.of(Run().events).goodput() is None
     assert goodput_of({}) is None
 
 

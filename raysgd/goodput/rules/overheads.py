@@ -1,4 +1,4 @@
-"""Time that is spent beside the steps: starting, compiling, callbacks, garbage collection."""
+"""Time that is spent outside the steps: starting, compiling, callbacks, garbage collection."""
 
 from __future__ import annotations
 
