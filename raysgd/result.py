@@ -77,6 +77,7 @@ class RunInfo:
         warnings: The texts of the run's warnings so far; it grows during the run. Empty in workers.
         read_earlier: Returns the results of the runs that this one was resumed from, up to the checkpoints, oldest first; none
             in workers. Runs in other Trainers' folders belong to the training if they have the same train_func.
+        read_goodput: Returns `goodput`; None in workers, and in other processes than the driver.
     """
 
     name: str
@@ -88,6 +89,15 @@ class RunInfo:
     started_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
     read_earlier: Callable[[], list[Result]] = field(default=list, repr=False, compare=False)
+    read_goodput: Callable[[], float | None] = field(default=lambda: None, repr=False, compare=False)
+
+    @property
+    def goodput(self) -> float | None:
+        """The part of the workers' time so far, without pauses, that was training and evaluation; None if it is not known.
+
+        `raysgd why` says what the rest was.
+        """
+        return self.read_goodput()
 
     @property
     def label(self) -> str:

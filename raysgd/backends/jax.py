@@ -23,6 +23,7 @@ from raysgd.backends.gloo_sockets import Address, GlooListeners, list_listeners
 from raysgd.config.argument_names import refuse_unknown_fields
 from raysgd.config.checks import check_amount, check_bool, check_choice, check_count
 from raysgd.errors import ConfigError
+from raysgd.session import context
 
 _INSTALL_HINT = "backend='jax' needs JAX in the workers: pip install raysgd[jax]"
 _KEY = "raysgd/gloo"
@@ -132,6 +133,7 @@ class JaxBackend(Backend):
         except ImportError as error:
             raise ImportError(_INSTALL_HINT) from error
         _configure("jax_enable_recoverability", True)
+        _time_compilations()
 
     def init_process_group(self, member: Member) -> None:
         import jax
@@ -269,3 +271,21 @@ def _configure(name: str, value: Any) -> None:
 
     settings: Any = jax.config
     settings.update(name, value)
+
+
+def _time_compilations() -> None:
+    """Count the time that JAX compiles as that use of train_func's time."""
+    import jax
+
+    global _is_timed
+    if not _is_timed:
+        _is_timed = True
+        jax.monitoring.register_event_duration_secs_listener(_on_duration)
+
+
+_is_timed = False
+
+
+def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
+    if event in ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"):
+        context.current().progress.compiling.add(duration_secs)

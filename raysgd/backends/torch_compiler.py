@@ -19,6 +19,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from raysgd.checkpoint.codecs.compiled import accept_plain_names
+from raysgd.session import context
 
 _NAME = "torch._dynamo"
 #: Its settings need nothing else of it. Sharded tensors read them.
@@ -178,6 +179,14 @@ def _execute(module: _DeferredModule) -> None:
         function.__dict__.pop(_KEPT, None)
     sys.meta_path.remove(_state.finder)
     accept_plain_names()
+    _time_compilations()
+
+
+def _time_compilations() -> None:
+    """Count the time that the compiler works as that use of train_func's time. Its callbacks are those of a whole compilation."""
+    handler = importlib.import_module(f"{_NAME}.callback").callback_handler
+    handler.register_start_callback(lambda _: context.current().progress.compiling.__enter__())
+    handler.register_end_callback(lambda _: context.current().progress.compiling.__exit__())
 
 
 def _disable(fn: Any = None, recursive: bool = True, **settings: Any) -> Any:

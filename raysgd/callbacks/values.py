@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysgd._util import metric_names
+from raysgd._util.redact import redact_uri
 from raysgd.errors import RunCancelledError
-from raysgd.result import AUTOMATIC_KEYS
+from raysgd.result import AUTOMATIC_KEYS, RunInfo
 
 _MAX_TEXT = 32
 _SCALARS = (bool, int, float, str, type(None))
@@ -105,6 +106,11 @@ def as_float(value: float) -> float:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+def goodput_text(info: RunInfo) -> str:
+    """Return a run's goodput so far, and the command that says more; empty if it is not known."""
+    return "" if (goodput := info.goodput) is None else f"goodput {goodput:.0%}: raysgd why {redact_uri(info.run_dir)}"
 
 
 def end_state(error: BaseException | None, outcome: str = "done") -> str:

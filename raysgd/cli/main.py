@@ -36,6 +36,7 @@ COMMANDS = {
     "restore": ("raysgd.cli.runs.control:restore_command", "Start a run again from its newest checkpoint."),
     "annotate": ("raysgd.cli.runs.keeping:annotate_command", "Give a run a title, tags and notes."),
     "rm": ("raysgd.cli.runs.keeping:rm_command", "Delete runs with their checkpoints."),
+    "why": ("raysgd.cli.runs.why", "Say what a run's time was used for, and what made it slow."),
     "compare": ("raysgd.cli.runs.listing:compare_command", "Find where two runs first differ."),
     "report": ("raysgd.cli.report", "Write a page about runs, as one HTML file."),
     "ui": ("raysgd.cli.ui", "Show the runs in a folder in a browser, also live ones."),

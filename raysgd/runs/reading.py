@@ -14,6 +14,7 @@ from raysgd.controller.checkpoints.pending import find_rounds
 from raysgd.controller.journal.journal import read_description, reading, stored_frames
 from raysgd.controller.rounds import check_reduce, merge_results
 from raysgd.result import Event, Result
+from raysgd.runs.tail import JournalTail
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,13 @@ def read_run(folder: Storage, reduce: Mapping[str, str] | None = None) -> Stored
         manifests = find_rounds(store.list(), sequence, reductions) if folder.is_folder("checkpoints") else []
         checkpoints = [Checkpoint.of_manifest(store.path(each.number), each) for each in manifests]
         return StoredRun(folder, description, events, outcome, results, checkpoints)
+
+
+def read_events(folder: Storage) -> list[Event]:
+    """Read the events of a run so far, with the samples of its workers, oldest first. Errors as for `read_run`."""
+    with reading(folder):
+        new = JournalTail(folder, only_events=True).read()
+        return [Event(**frame.data) for frame in new if frame.kind == frames.EVENT]
 
 
 def outcome_of(events: Sequence[Event]) -> str | None:

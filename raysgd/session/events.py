@@ -38,9 +38,11 @@ class Entered:
 
 @dataclass(frozen=True)
 class Left:
-    """train_func was left; ``output`` is as in `Entered`."""
+    """train_func was left; ``output`` is as in `Entered`, ``steps`` and ``uses`` as `Progress` has them."""
 
     output: tuple[OutputFile, ...] = ()
+    steps: int = 0
+    uses: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

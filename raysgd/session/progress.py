@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import get_ident
+from threading import get_ident, get_native_id
 from typing import NamedTuple
 
 Clock = Callable[[], float]
@@ -55,42 +57,98 @@ class Heartbeat:
     has_gpu: bool = False
 
 
-class Stopwatch:
-    """Adds up the time that one thread spends in its ``with`` blocks. Other threads may enter it too; they are not counted.
+class Uses:
+    """Divides the time of one thread among uses, so that each second has exactly one.
+
+    At each moment the innermost ``with`` block of the thread's stopwatches has it, and outside all of them `base`.
 
     Attributes:
-        seconds: Added up so far.
-        thread: Identifier of the timed thread: the one that made the stopwatch, until `Progress.enter` changes it.
+        thread: Identifier of the timed thread: the one that made the object, until `Progress.enter` changes it.
+        base: The use outside all blocks.
     """
 
-    __slots__ = ("_began", "_clock", "_depth", "seconds", "thread")
+    __slots__ = ("_clock", "_running", "_since", "base", "thread")
 
     def __init__(self, clock: Clock) -> None:
-        self.seconds = 0.0
         self.thread = get_ident()
+        self.base = Stopwatch(self)
         self._clock = clock
+        self._running = [self.base]
+        self._since = clock()
+
+    def begin(self, base: Stopwatch) -> None:
+        """Start to count for this thread, outside all blocks."""
+        self.thread = get_ident()
+        self.base, self._running, self._since = base, [base], self._clock()
+
+    def enter(self, use: Stopwatch) -> None:
+        self.settle()
+        self._running.append(use)
+
+    def leave(self) -> None:
+        self.settle()
+        if len(self._running) > 1:  # the block was entered since `begin`
+            self._running.pop()
+
+    def settle(self) -> None:
+        """Count the time up to now."""
+        now = self._clock()
+        # Python changes threads at calls and jumps only: another thread sees both changes, or none.
+        self._running[-1].seconds += now - self._since
+        self._since = now
+
+    def change_base(self, base: Stopwatch) -> None:
+        self.settle()
+        self.base = self._running[0] = base
+
+    def now(self) -> tuple[Stopwatch, float]:
+        """Return the use that has the time now, and its seconds that are not counted yet. Any thread may ask."""
+        return self._running[-1], self._clock() - self._since
+
+
+class Stopwatch:
+    """Adds up the time of one use: that of the timed thread in its ``with`` blocks.
+
+    Other threads may enter them too; they are not counted. See `Uses`.
+
+    Attributes:
+        seconds: Added up until another use began.
+    """
+
+    __slots__ = ("_depth", "_uses", "seconds")
+
+    def __init__(self, uses: Uses) -> None:
+        self.seconds = 0.0
+        self._uses = uses
         self._depth = 0
-        self._began = 0.0
 
     @property
     def is_running(self) -> bool:
+        """Whether the timed thread is in such a block."""
         return self._depth > 0
 
     def __enter__(self) -> None:
-        if get_ident() == self.thread:
-            if not self._depth:
-                self._began = self._clock()
+        if get_ident() == self._uses.thread:
             self._depth += 1
+            self._uses.enter(self)
 
     def __exit__(self, *_: object) -> None:
-        if get_ident() == self.thread:
+        if get_ident() == self._uses.thread and self._depth:
             self._depth -= 1
-            if not self._depth:
-                self.seconds += self._clock() - self._began
+            self._uses.leave()
 
     def add(self, seconds: float) -> None:
-        """Count time that was spent elsewhere, while this stopwatch did not run."""
+        """Count time that has just passed, which the thread spent here without a block."""
         self.seconds += seconds
+        self._uses.now()[0].seconds -= seconds
+
+
+#: What the time of train_func is used for: before the first batch or report, and afterwards outside all other uses.
+SETUP, TRAINING = "setup", "training"
+#: The uses that are measured: reading batches, ``save_checkpoint``, waiting for other ranks, compiling, evaluations, callbacks
+#: of the worker, and Python's garbage collector.
+DATA, CHECKPOINT, WAITING = "data", "checkpoint", "waiting"
+COMPILING, EVALUATION, CALLBACKS, GARBAGE = "compiling", "evaluation", "callbacks", "garbage"
 
 
 class Progress:
@@ -102,10 +160,15 @@ class Progress:
         data: Runs while a batch is read.
         checkpoint: Runs in ``save_checkpoint``, which waits for storage that is slower than saves are made.
         waiting: Runs while the rank is known to wait for others.
+        compiling, evaluation, callbacks, garbage: Run in these.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
-        self.data, self.checkpoint, self.waiting = Stopwatch(clock), Stopwatch(clock), Stopwatch(clock)
+        self._uses = uses = Uses(clock)
+        self._setup, self._training = uses.base, Stopwatch(uses)
+        self.data, self.checkpoint, self.waiting = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
+        self.compiling, self.evaluation = Stopwatch(uses), Stopwatch(uses)
+        self.callbacks, self.garbage = Stopwatch(uses), Stopwatch(uses)
         self._clock = clock
         self._calls = 0
         self._entered_at = self._marked_at = self._wrote_at = clock()
@@ -116,12 +179,14 @@ class Progress:
         self._steps = 0
         self._spent: tuple[int, float, float, float, float] = Spent()
         self._asked = (self._entered_at, 0.0)
+        self._native_id = get_native_id()
 
     def enter(self) -> None:
         """Start the times, because this thread enters train_func now: forming the group is not part of its time."""
         self._entered_at = self._marked_at = self._clock()
         self._asked = (self._entered_at, 0.0)
-        self.data.thread = self.checkpoint.thread = self.waiting.thread = get_ident()
+        self._uses.begin(self._setup)
+        self._native_id = get_native_id()
 
     def mark(self, phase: str) -> None:
         """Note a session call of train_func."""
@@ -139,10 +204,45 @@ class Progress:
         else:
             return
         if count > self._steps:  # reports or batches, whichever the loop makes more often
+            if not self._steps:
+                self._uses.change_base(self._training)
             self._steps = count
             total_s = now - self._entered_at
             # One assignment: a thread that reads meanwhile does not mix two steps. A plain tuple is made fastest.
             self._spent = (count, total_s, self.data.seconds, self.checkpoint.seconds, self.waiting.seconds)
+
+    def uses(self) -> dict[str, float]:
+        """Return what the time since train_func was entered was used for, in seconds, which add up to all of it.
+
+        Without uses that had none. Any thread may ask.
+        """
+        running, since_s = self._uses.now()
+        watches = {
+            SETUP: self._setup,
+            TRAINING: self._training,
+            DATA: self.data,
+            CHECKPOINT: self.checkpoint,
+            WAITING: self.waiting,
+            COMPILING: self.compiling,
+            EVALUATION: self.evaluation,
+            CALLBACKS: self.callbacks,
+            GARBAGE: self.garbage,
+        }
+        seconds = {use: watch.seconds + since_s * (watch is running) for use, watch in watches.items()}
+        return {use: round(spent_s, 4) for use, spent_s in seconds.items() if spent_s > 0}
+
+    @property
+    def spent(self) -> Spent:
+        """The parts of the time up to the last step."""
+        return Spent(*self._spent)
+
+    def cpu_wait_s(self) -> float | None:
+        """Return the seconds that the timed thread could have run, and others had the processors. None where nothing says it."""
+        try:
+            with open(f"/proc/self/task/{self._native_id}/schedstat", encoding="ascii") as file:
+                return int(file.read().split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return None
 
     def data_wait_fraction(self) -> float | None:
         """Return the fraction of time spent waiting for batches since the last call, or since train_func was entered.
@@ -157,6 +257,22 @@ class Progress:
         self._asked = now, waited_s
         return round((waited_s - waited_before_s) / max(now - asked_at, 1e-9), 4)
 
+    @contextmanager
+    def timed_garbage_collection(self) -> Iterator[None]:
+        """Measure the use `GARBAGE` inside."""
+
+        def on_phase(phase: str, info: dict[str, int]) -> None:
+            if phase == "start":
+                self.garbage.__enter__()
+            else:
+                self.garbage.__exit__()
+
+        gc.callbacks.append(on_phase)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(on_phase)
+
     def wrote(self) -> None:
         """Note that storage has accepted a part of a checkpoint, or is tried again; called from any thread."""
         self._wrote_at = self._clock()
@@ -166,5 +282,4 @@ class Progress:
         # While train_func waits for storage, progress of storage counts.
         since = max(self._marked_at, self._wrote_at) if self.checkpoint.is_running else self._marked_at
         idle_s = self._clock() - since
-        spent = Spent(*self._spent)
-        return Heartbeat(self._calls, idle_s, self._longest_pause_s, self._phase, is_inside, spent, has_gpu)
+        return Heartbeat(self._calls, idle_s, self._longest_pause_s, self._phase, is_inside, self.spent, has_gpu)

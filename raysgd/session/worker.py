@@ -152,8 +152,10 @@ class WorkerSession(Session):
         self.num_reports += 1
         self.progress.mark("report")
         self._last_metrics = copied
-        for hook in self._on_report:
-            hook(copied)
+        if self._on_report:
+            with self.progress.callbacks:
+                for hook in self._on_report:
+                    hook(copied)
         if self.save_gate.limit is not None:
             self._leave_after_last_save()
 

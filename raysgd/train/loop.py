@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from raysgd.errors import ConfigError
-from raysgd.session import rank_state
+from raysgd.session import context, rank_state
 
 
 @dataclass
@@ -185,7 +185,10 @@ class _Due:
 
     def _validate(self) -> None:
         if self._at.validated != self._at.steps:
-            with rank_state.keep_generators():  # a validation must not change the training
+            with (
+                context.current().progress.evaluation,
+                rank_state.keep_generators(),
+            ):  # a validation must not change the training
                 self._stepper.validate()
             self._at.validated, self._at.reported = self._at.steps, -1
 

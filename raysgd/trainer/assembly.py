@@ -268,14 +268,14 @@ def begin_run(
         request.run_id,
         reduce=request.reduce,
         returns=request.task.returns,
-        make_reader=reader_maker(by_process["driver"], info, request.reduce),
+        make_reader=reader_maker(by_process["driver"], request.reduce),
         lease=lease,
         info=info,
     )
 
 
 def reader_maker(
-    callbacks: Sequence[Callback], info: RunInfo, reduce: Mapping[str, str]
+    callbacks: Sequence[Callback], reduce: Mapping[str, str]
 ) -> Callable[[ResultStream], CallbackReader | None]:
     """Return what makes the reader that calls these callbacks in this process with the frames of a stream."""
 
@@ -292,7 +292,7 @@ def reader_maker(
             return outcome_error(outcome) if (held := stream_of()) is None else held.error
 
         runner = CallbackRunner(callbacks, stream.warn)
-        return CallbackReader(runner, info, reduce, stop, error_of=error_of, ends_with=frames.RUN_CLOSED)
+        return CallbackReader(runner, stream.run_info, reduce, stop, error_of=error_of, ends_with=frames.RUN_CLOSED)
 
     return make_reader
 

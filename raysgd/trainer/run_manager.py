@@ -97,7 +97,7 @@ class RunHandle:
         stream = ResultStream(
             channel,
             **latest,
-            make_reader=assembly.reader_maker([] if display is None else [display], latest["info"], latest["reduce"]),
+            make_reader=assembly.reader_maker([] if display is None else [display], latest["reduce"]),
             from_iteration=from_iteration,
             lease=self.lease,
             logs_warnings=self.stream is None and display is None,

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
@@ -28,6 +29,7 @@ from raysgd.controller.journal.callback_reader import CallbackReader, describe_s
 from raysgd.controller.journal.outcome import outcome_error
 from raysgd.controller.rounds import Reduce, RoundMerger
 from raysgd.errors import MissingMetricError, RaySGDError, RunCancelledError, TrainerClosedError, WorkerError
+from raysgd.goodput.ledger import Ledger
 from raysgd.result import Event, Result, RunInfo
 from raysgd.trainer.channel import CLUSTER_IS_GONE, Channel, ReturnedValues
 from raysgd.trainer.last_words import LastWords
@@ -39,6 +41,8 @@ BUFFER_BYTES = 64 << 20
 _SOURCE = "driver"
 #: A warning of the last minute is about what happens now, and not one of a run that is read once more.
 _NEW_S = 60.0
+#: Samples of a rank that the ledger of a driver keeps: what is left out changes no sum, only when it was.
+_MAX_READINGS = 16
 #: What an iteration needs to see.
 _OF_ROUNDS = {
     frames.ATTEMPT,
@@ -111,13 +115,14 @@ class ResultStream:
         self._values: ReturnedValues | None = None
         self._values_lost: WorkerError | None = None
         self.run_dir: str | None = None
-        self.run_info = RunInfo("", "", {}, 0, "") if info is None else info
+        ledger = Ledger(max_readings=_MAX_READINGS)
+        self.run_info = replace(RunInfo("", "", {}, 0, "") if info is None else info, read_goodput=ledger.goodput)
         log = _WarningLog(channel, run_id, self.run_info.warnings, is_logged=logs_warnings)
         self.warn = log.add
         reader = make_reader(self)
         log.has_callbacks = reader is not None
         # It refers to this object weakly: a stream that nobody holds any more does not live on in its thread.
-        arguments = (weakref.ref(self), channel, run_id, reader, log)
+        arguments = (weakref.ref(self), channel, run_id, reader, log, ledger)
         self._thread = threading.Thread(target=_read, args=arguments, name="raysgd-reader", daemon=True)
         self._thread.start()
 
@@ -456,6 +461,7 @@ def _read(  # noqa: C901  (each frame goes to three that may be missing)
     run_id: str,
     reader: CallbackReader | None,
     log: _WarningLog,
+    ledger: Ledger,
 ) -> None:
     """Receive the frames of a run, for the callbacks and for its stream, which is None once nobody holds it any more."""
     problem: BaseException | None = None
@@ -465,6 +471,7 @@ def _read(  # noqa: C901  (each frame goes to three that may be missing)
             for frame in batch:
                 if frame.kind == frames.EVENT:
                     log.take(frame)
+                    ledger.add(Event(**frame.data))
                 if stream is not None and frame.kind != frames.REPORTS:
                     stream._update(frame)
                 if reader is not None:

@@ -18,7 +18,7 @@ LATER = ("raysgd.checkpoint.codecs.tree", "raysgd.checkpoint.storage.storage")
     [
         ("raysgd.controller.trainer_actor", HEAVY + LATER, 90),
         ("raysgd.workers.process.worker_actor", HEAVY + LATER, 45),
-        ("raysgd.trainer.trainer", HEAVY, 150),
+        ("raysgd.trainer.trainer", HEAVY, 152),
     ],
 )
 def test_process_starts_without_heavy_modules(module: str, unwanted: tuple[str, ...], limit: int) -> None:

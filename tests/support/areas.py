@@ -24,7 +24,7 @@ class Area:
 
 AREAS: dict[str, Area] = {
     "service": Area(
-        ("raysgd/trainer", "raysgd/session", "raysgd/callbacks", "raysgd/transport.py"),
+        ("raysgd/trainer", "raysgd/session", "raysgd/callbacks", "raysgd/goodput", "raysgd/transport.py"),
         (
             "conformance/test_callbacks.py",
             "integration/test_callbacks_in_runs.py",
@@ -44,6 +44,7 @@ AREAS: dict[str, Area] = {
             "integration/test_strangers.py",
             "integration/test_speed_guards.py",
             "integration/test_trainer_runs.py",
+            "integration/test_why.py",
             "integration/test_worker_exits.py",
             "integration/test_notebook.py",
         ),

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raysgd.callbacks.progress.state import Snapshot
-from raysgd.callbacks.values import clip, duration, is_finite, short, size, time_span
+from raysgd.callbacks.values import clip, duration, goodput_text, is_finite, short, size, time_span
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH, _NARROW_SPARK_WIDTH, _NARROW = 32, 20, 92
@@ -192,6 +192,9 @@ def _foot(snapshot: Snapshot) -> list[Text]:
         place = checkpoint.get("uri") or checkpoint.get("path") or "in memory"
         lines.append(_line((text, "cyan"), f", {time_span(int(snapshot.checkpoint_age_s))} ago  {place}"))
     lines += [_line(("! ", "bold yellow"), note) for note in snapshot.notes]
+    is_over = snapshot.state in ("finished", "failed", "stopped")
+    if is_over and (goodput := goodput_text(snapshot.info)):
+        lines.append(_line(goodput))
     if snapshot.error:
         lines.append(_line((snapshot.error, "bold red")))
     if snapshot.num_warnings > 1:  # older ones are not shown any more

@@ -546,7 +546,7 @@ def _group_failed(error: Exception) -> c.GroupFailed:
     return c.GroupFailed("WorkerError", f"workers could not start: {name}: {message}", can_retry=False)
 
 
-_NOT_SHOWN = ("started_s", "warnings", "read_earlier")
+_NOT_SHOWN = ("started_s", "warnings", "read_earlier", "read_goodput")
 
 
 def describe_run(request: RunRequest, info: RunInfo, group: WorkerGroup) -> dict[str, Any]:

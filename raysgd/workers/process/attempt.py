@@ -47,6 +47,7 @@ from raysgd.workers.process import train_thread
 from raysgd.workers.process.first_snapshot import FirstSnapshot
 from raysgd.workers.process.output import find_output
 from raysgd.workers.process.position_finder import PositionFinder
+from raysgd.workers.process.pressure import Pressure
 from raysgd.workers.process.train_thread import TrainThread, clear_frames, describe_unprintable
 
 #: A larger return value is an item of its own in the Ray stream, which the controller passes on unread.
@@ -128,6 +129,7 @@ class Attempt:
         self._done = threading.Event()
         self._large_value: bytes | None = None
         self._secrets: frozenset[str] = frozenset()
+        self._uses: dict[str, float] = {}
 
     # -- the stream's thread ----------------------------------------------------------------------------------
 
@@ -145,7 +147,7 @@ class Attempt:
             if self._training.can_change:
                 self._warn_unsynchronized(is_over=False)
             if time.monotonic() >= sampler.due_at:
-                batch.append(Sample(sampler.sample(self.session.num_reports, self.heartbeat().spent)))
+                batch.append(Sample(sampler.sample(self.session)))
             if batch:
                 yield batch
         if self._large_value is not None:
@@ -203,9 +205,14 @@ class Attempt:
 
     def _run_train_func(self) -> Returned | Ended | Failed:
         error: BaseException | None = None
+        progress = self.session.progress
         try:
             function, config = self._set_up()
-            value = self._thread.call(function, config, self._enter)
+            with progress.timed_garbage_collection():
+                try:
+                    value = self._thread.call(function, config, self._enter)
+                finally:
+                    self._uses = progress.uses()
             self._warn_unsynchronized(is_over=True)
             return self._make_returned(value)
         except AttemptEnded:
@@ -263,7 +270,7 @@ class Attempt:
         self.has_returned = isinstance(outcome, Returned)
         if not self.has_returned:
             self._leave_group()
-        self._event_queue.put(Left(find_output()))
+        self._event_queue.put(Left(find_output(), self.session.progress.spent.steps, self._uses))
         self.session.close()
         # Saves must become durable however train_func ended. A rank that others wait for does not wait for memory copies.
         is_cause = isinstance(outcome, Returned) or (isinstance(outcome, Failed) and not outcome.in_collective)
@@ -440,15 +447,12 @@ class Sampler:
         self._sampled_at = time.monotonic()
         self.due_at = self._sampled_at + SAMPLE_INTERVAL_S
         self._export: Any = None
+        self._pressure = Pressure()
 
-    def sample(self, num_reports: int, spent: Spent) -> dict[str, Any]:
-        """Return the values since the last sample.
-
-        Args:
-            num_reports: The number of reports so far.
-            spent: The steps so far, and the time in them.
-        """
+    def sample(self, session: WorkerSession) -> dict[str, Any]:
+        """Return the values since the last sample, and what train_func's time was used for since it was entered."""
         now = time.monotonic()
+        num_reports, spent = session.num_reports, session.progress.spent
         elapsed, self._sampled_at, self.due_at = now - self._sampled_at, now, now + SAMPLE_INTERVAL_S
         made, self._reports = num_reports - self._reports, num_reports
         before, self._spent = self._spent, spent
@@ -464,6 +468,9 @@ class Sampler:
             # Of the time up to the last step; None without a step, or without data of raysgd.
             "data_wait_fraction": (spent.data_s - before.data_s) / trained_s if spent.data_s and trained_s else None,
             "output_bytes": [file.size for file in find_output()],
+            "steps": spent.steps,
+            "uses": session.progress.uses(),
+            **self._pressure.read(session.progress.cpu_wait_s(), elapsed),
         }
         self._publish(values)
         return values

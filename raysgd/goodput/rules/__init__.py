@@ -1,0 +1,20 @@
+"""The rules of `raysgd why`: each looks at the evidence of a run, and names one cause, or none."""
+
+from __future__ import annotations
+
+from raysgd.goodput.findings import Rule
+from raysgd.goodput.rules import checkpoints, collectives, data, machines, overheads, restarts, stragglers
+
+RULES: tuple[Rule, ...] = (
+    data.find,
+    stragglers.find,
+    collectives.find,
+    machines.find_processors,
+    machines.find_memory,
+    restarts.find,
+    checkpoints.find,
+    overheads.find_start,
+    overheads.find_compiling,
+    overheads.find_callbacks,
+    overheads.find_garbage_collection,
+)

@@ -1,0 +1,64 @@
+"""Time that is spent outside the steps: starting, compiling, callbacks, garbage collection."""
+
+from __future__ import annotations
+
+from raysgd.goodput.evidence import Evidence
+from raysgd.goodput.findings import Finding
+
+#: Starting is a cause where it takes this part of a run's time; a shorter run has nothing else.
+START_SHARE = 0.3
+
+
+def find_start(evidence: Evidence) -> Finding | None:
+    share = evidence.share("starting", "setup", "compiling") - _compiling_share(evidence)
+    if share < START_SHARE or not evidence.paces:
+        return None
+    return Finding(
+        "start",
+        share,
+        f"the run took {share:.0%} of its time to start workers, to set up train_func and to compile its first steps.",
+        "keep the Trainer for the next run (its workers stay), or do more steps in a run.",
+    )
+
+
+def find_compiling(evidence: Evidence) -> Finding | None:
+    share = _compiling_share(evidence)
+    return Finding(
+        "compiling",
+        share,
+        f"steps after the first ones compiled again, which took {share:.0%} of the time.",
+        "give all batches the same shape (pad the shorter ones), and pass what changes as arrays, not as Python values.",
+        1 / max(1 - share, 1e-9),
+    )
+
+
+def _compiling_share(evidence: Evidence) -> float:
+    """Return the part of the workers' time in which steps other than the first compiled."""
+    step_s = evidence.step_s
+    later = [pace.uses.get("compiling", 0.0) for pace in evidence.paces.values() if not pace.has_first]
+    return evidence.stepping_share * min(later) / step_s if later and step_s else 0.0
+
+
+def find_callbacks(evidence: Evidence) -> Finding | None:
+    return _overhead(
+        evidence,
+        "callbacks",
+        "callbacks",
+        "callbacks in the workers took {share:.0%} of the time of train_func.",
+        "report less often, or run the callback in the driver (runs_in).",
+    )
+
+
+def find_garbage_collection(evidence: Evidence) -> Finding | None:
+    return _overhead(
+        evidence,
+        "garbage collection",
+        "garbage",
+        "Python's garbage collector took {share:.0%} of the time.",
+        "call gc.freeze() before the loop, or gc.disable() and gc.collect() every n-th step.",
+    )
+
+
+def _overhead(evidence: Evidence, cause: str, use: str, text: str, remedy: str) -> Finding | None:
+    share = evidence.share(use)
+    return Finding(cause, share, text.format(share=share), remedy, 1 / max(1 - share, 1e-9))
