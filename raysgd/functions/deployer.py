@@ -207,7 +207,7 @@ class Deployer:
         """Return how the parameters are sharded, as a list of rules whose text is a table.
 
         Args:
-            params_shape_or_params: The tree of parameters: arrays, or `jax.ShapeDtypeStruct`s.
+            params_shape_or_params: The tree of parameters: arrays, or `jax.ShapeDtypeStruct`s. Or a module of nnx.
             params: The same, by a shorter name.
 
         Raises:
@@ -218,9 +218,11 @@ class Deployer:
             raise ConfigError("get_sharding_rules() needs one tree of parameters: give params.")
         params = params_shape_or_params if params is None else params
         import_optional("jax", "functions")
+        from raysgd.functions.models import Model
         from raysgd.functions.sharding import ShardingRules, plan_sharding
 
-        return ShardingRules(plan_sharding(params, self.axis_sizes))
+        like = Model.like(params)
+        return ShardingRules(plan_sharding(like.params, self.axis_sizes, declared=like.declared))
 
     def get_lr_schedule_fn(
         self,

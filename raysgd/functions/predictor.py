@@ -93,9 +93,9 @@ class Predictor:
             examples: A list, or another sequence with a length.
             per_device_batch_size: Rows of a batch for each replica of the model. The last batch is filled up with copies of an
                 example, and their outputs are dropped.
-            params: A tree of arrays, or a checkpoint of `Trainer.fit` or its path. None: the newest parameters of the Trainer
-                whose `Trainer.get_default_predictor` made this Predictor. Any other Predictor gets the parameters of a
-                checkpoint as nested dicts.
+            params: A tree of arrays, a module of nnx, or a checkpoint of `Trainer.fit` or its path. None: the newest parameters
+                of the Trainer whose `Trainer.get_default_predictor` made this Predictor. Any other Predictor gets the
+                parameters of a checkpoint as nested dicts.
             params_replicated: Ignored with a message: parameters are placed in the workers.
             params_sharded: Ignored, as ``params_replicated``.
             desc: Is logged.
@@ -112,8 +112,8 @@ class Predictor:
             self.deployer.log_info(desc, title="Predicting")
         import_optional("jax", "functions")
         import_optional("optax", "functions")
+        from raysgd.functions.models import Model
         from raysgd.functions.sharding import own_rules
-        from raysgd.functions.trees import as_nested_dict, as_numpy, shapes_of
 
         path, state, like = None, None, None
         if params is None:
@@ -124,8 +124,8 @@ class Predictor:
             path = checkpoint_path(params)
             like = None if self._find_params is None else self._find_params()[2]
         else:
-            tree = as_numpy(params)
-            state, like = {"train_state": {"params": as_nested_dict(tree)}}, shapes_of(tree)
+            model = Model.of(params)
+            state, like = {"train_state": model.as_state()}, model.shapes()
         parts = {**self.functions, "rules": own_rules(self._rules)}
         settings = PredictSettings(
             jax_seed=self.deployer.jax_seed,
