@@ -273,7 +273,7 @@ class Deployer:
 
         Args:
             ckpt_dir: A path or URI.
-            params: A tree of arrays.
+            params: A tree of arrays, or a module of nnx.
             opt_state: The state of an optimizer.
             float_dtype: The type of floating-point numbers in the checkpoint.
             info: What `load_ckpt` returns next to the arrays, such as ``step`` and ``epoch_idx``: numbers, texts, arrays.
@@ -296,33 +296,38 @@ class Deployer:
         load_params: bool = True,
         load_opt_state: bool = True,
         update_rng: bool = False,
+        *,
+        like: Any = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Load a checkpoint of `save_ckpt` or of `Trainer.fit` into the memory of the driver.
+        """Load a checkpoint of `save_ckpt` or of `Trainer.fit` into the memory of the driver, or open one of orbax or redco.
 
         Args:
-            ckpt_dir: A path, a URI or a checkpoint.
+            ckpt_dir: A path, a URI or a checkpoint. Of a folder of orbax's CheckpointManager the newest step is opened.
             params_sharding_rules: Ignored with a message: a Trainer or Predictor shards the arrays in the workers.
             optimizer: The optimizer whose state is loaded; None: it is not loaded.
             float_dtype: The type that floating-point numbers are converted to.
             load_params: Whether to load the parameters.
             load_opt_state: Whether to load the state of the optimizer.
             update_rng: Whether the information has the random key, with which ``Trainer(last_ckpt_info=...)`` continues.
+            like: The parameters, or the module of nnx, whose structure ``params`` gets; `jax.ShapeDtypeStruct`s will do.
+                None: they are nested dicts.
 
         Returns:
-            ``params``, as nested dicts of NumPy arrays, and ``opt_state``, by name, each None if it is not loaded; and the
-            information: ``step``, ``epoch_idx`` and what `save_ckpt` was given.
+            ``params``, of NumPy arrays, and ``opt_state``, by name, each None if it is not loaded; and the information:
+            ``step``, ``epoch_idx`` and what `save_ckpt` was given. The arrays of orbax are `StoredArray`s: a Trainer or
+            Predictor that gets them reads in each worker what its devices need.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint.
-            CheckpointError: It is not of `raysgd.functions`.
+            CheckpointError: It is not of `raysgd.functions`, and orbax did not write it.
         """
         import_optional("jax", "functions")
         from raysgd.functions import checkpoints
 
         log_unused(PLACED_IN_WORKERS, params_sharding_rules=params_sharding_rules)
-        found = ckpt_dir if isinstance(ckpt_dir, Checkpoint) else checkpoints.find(_absolute(os.fspath(ckpt_dir)))
         return checkpoints.load(
-            found,
+            ckpt_dir if isinstance(ckpt_dir, Checkpoint) else _absolute(os.fspath(ckpt_dir)),
+            like=like,
             optimizer=optimizer,
             float_dtype=float_dtype,
             load_params=load_params,

@@ -89,13 +89,17 @@ class Model:
 
     def from_state(self, state: Mapping[str, Any], seed: int) -> Any:
         """Return the tree, or the module in the mode of evaluation, with the arrays of a ``train_state``."""
-        params, others = self.arrays_of(state)
+        model = self.with_arrays(state)
+        params, others = model.params, model.model_state
         return self.build(params, others, jax.random.PRNGKey(seed), is_training=False) if self.is_module else params
 
-    def arrays_of(self, state: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return ``params`` and ``model_state`` with the arrays of a ``train_state``."""
-        others = None if self.model_state is None else from_nested_dict(state["model_state"], self.model_state)
-        return from_nested_dict(state["params"], self.params), others
+    def with_arrays(self, state: Mapping[str, Any]) -> Model:
+        """Return it with the arrays of a ``train_state``."""
+        saved = state.get(
+            "model_state", state["params"]
+        )  # orbax may have saved the whole state of a module as one tree
+        others = None if self.model_state is None else from_nested_dict(saved, self.model_state)
+        return replace(self, params=from_nested_dict(state["params"], self.params), model_state=others)
 
     def build(self, params: Any, model_state: Any, rng: Any, *, is_training: bool) -> Any:
         """Return what functions get: the tree, or a module in the mode of training or evaluation, with streams from a key."""

@@ -22,9 +22,9 @@ from raysgd.functions.deployer import Deployer
 from raysgd.functions.examples import check_callable, check_examples
 from raysgd.functions.kept_checkpoints import KeptCheckpoints, earlier_checkpoints
 from raysgd.functions.left_out import PLACED_IN_WORKERS, log_unused, no_attribute
-from raysgd.functions.predictor import Predictor, check_deployer
-from raysgd.functions.settings import FitSettings
-from raysgd.functions.tasks import EvalLossTask, FitTask
+from raysgd.functions.predictor import Predictor, check_deployer, find_saved
+from raysgd.functions.settings import FitSettings, TaskSettings
+from raysgd.functions.tasks import EvalLossTask, ExportTask, FitTask
 from raysgd.workers.pickling import dumps, dumps_named
 
 _TRAINER_HINTS = {"lr": "give it to the optimizer"}
@@ -194,7 +194,7 @@ class Trainer:
         Raises:
             ConfigError: An argument cannot work.
         """
-        from raysgd.functions.trees import as_arrays, as_nested_dict
+        from raysgd.functions.trees import as_nested_dict, as_numbers
         from raysgd.functions.worker.train_state import accumulates
 
         self._wrt = getattr(optimizer, "wrt", None)
@@ -227,7 +227,7 @@ class Trainer:
             self._step = int(step)
             state["step"] = np.asarray(step, np.int32)
         if opt_state is not None:
-            state["opt_state"] = as_nested_dict(as_arrays(opt_state))
+            state["opt_state"] = as_nested_dict(as_numbers(opt_state))
 
     @property
     def state(self) -> Any:
@@ -241,8 +241,9 @@ class Trainer:
         opt_state = saved.get("opt_state")
         if opt_state is not None:
             opt_state = from_nested_dict(opt_state, jax.eval_shape(optimizer.init, self._like.params))
-        params, _ = self._like.arrays_of(saved)
-        return StepState(self._step, params, opt_state, self._parts["apply_fn"], optimizer)
+        return StepState(
+            self._step, self._like.with_arrays(saved).params, opt_state, self._parts["apply_fn"], optimizer
+        )
 
     @property
     def step(self) -> int:
@@ -300,6 +301,37 @@ class Trainer:
         """
         predictor = Predictor(self.deployer, self._parts["collate_fn"], pred_fn, output_fn, self._parts["rules"])
         return predictor._use_params_of(self._newest_params)
+
+    @leaves_raysgd
+    def export_ckpt(
+        self, ckpt_dir: str | os.PathLike[str], ckpt: str | os.PathLike[str] | Checkpoint | None = None
+    ) -> None:
+        """Write a checkpoint for orbax, which ``StandardCheckpointer().restore(ckpt_dir)`` reads. Each worker writes its shards.
+
+        It has ``step``, ``params``, ``opt_state``, ``rng`` and, of a module of nnx, ``model_state``, in their own structures.
+        `Deployer.load_ckpt` reads it, too.
+
+        Args:
+            ckpt_dir: A folder that all workers reach and that does not exist yet, such as ``{folder}/{step}/default`` for a
+                CheckpointManager.
+            ckpt: The checkpoint of `fit` to export, or its path. None: the newest state.
+
+        Raises:
+            CheckpointError: There is something at ``ckpt_dir``.
+            CheckpointNotFoundError: There is no such checkpoint.
+        """
+        folder = os.path.abspath(os.path.expanduser(os.fspath(ckpt_dir)))
+        path, state = self._newest if ckpt is None else find_saved(ckpt, self._like)
+        settings = TaskSettings(
+            jax_seed=self.deployer.jax_seed,
+            n_model_shards=self.deployer.n_model_shards,
+            num_workers=self.deployer.num_workers,
+            collate_per_worker=self.deployer.collate_per_worker,
+            start=path,
+        )
+        parts = {name: self._parts[name] for name in ("rules", "optimizer")}
+        task = ExportTask(dumps_named(parts, "the trainer's functions"), dumps(self._like), settings, folder)
+        self.deployer.runs.run(task, {"ckpt_dir": folder}, {}, start=state)
 
     # ---------------------------------------------------------------------------------------------------- training
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from raysgd.errors import ConfigError
+from raysgd.functions.stored_arrays import StoredArray
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -66,7 +68,7 @@ def shapes_of(tree: Any) -> Any:
 
 
 def as_numpy(params: Any) -> Any:
-    """Return a tree of parameters as NumPy arrays of the types that JAX uses. It makes no JAX array.
+    """Return a tree of parameters as NumPy arrays of the types that JAX uses, or arrays in files. It makes no JAX array.
 
     Raises:
         ConfigError: The tree is empty, or a leaf is not an array of floating-point numbers.
@@ -76,7 +78,7 @@ def as_numpy(params: Any) -> Any:
 
 
 def as_numbers(tree: Any) -> Any:
-    """Return a tree of arrays as NumPy arrays of the types that JAX uses. It makes no JAX array.
+    """Return a tree of arrays, or numbers, as NumPy arrays of the types that JAX uses, or arrays in files.
 
     Raises:
         ConfigError: A leaf has no numbers.
@@ -88,15 +90,10 @@ def as_numbers(tree: Any) -> Any:
         if is_key or isinstance(leaf, jax.ShapeDtypeStruct):
             kind = "a random key" if is_key else "a shape without values"
             raise ConfigError(f"params: {'/'.join(map(str, keys_of(keys)))} is {kind}: give an array of numbers.")
-        array = np.asarray(leaf)
+        array = leaf if isinstance(leaf, StoredArray) else np.asarray(leaf)
         return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)  # float64 becomes float32
 
     return jax.tree_util.tree_map_with_path(convert, tree)
-
-
-def as_arrays(tree: Any) -> Any:
-    """Return a tree of arrays, or numbers, as NumPy arrays."""
-    return jax.tree.map(np.asarray, tree)
 
 
 def float_name(argument: str, dtype: Any) -> str:
@@ -132,7 +129,8 @@ def from_nested_dict(nested: Any, like: Any) -> Any:
     leaves = []
     for keys, _ in paths:
         node = nested
-        for key in keys:
-            node = node[key_of(key)]
+        for key in map(key_of, keys):
+            if isinstance(node, Mapping) or key != "value":  # a variable of nnx may have been saved as its value
+                node = node[key if key in node else str(key)]  # orbax has texts as keys
         leaves.append(node)
     return jax.tree_util.tree_unflatten(structure, leaves)

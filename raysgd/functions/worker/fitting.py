@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from raysgd._util.logs import get_logger
 from raysgd.data.dataset import WorkerDataset
@@ -106,7 +105,7 @@ class Fitting(Stepper):
     def _set_up(self) -> None:
         parts, settings = self._parts, self._settings
         mesh = mesh_of(settings.n_model_shards)
-        model = self._model = parts["like"]
+        model = parts["like"]
         plan = plan_sharding(model.params, dict(mesh.shape), parts["rules"], model.declared)
         rows = rows_on_all_devices(settings.per_device_batch_size, settings, settings.num_workers)
         rows *= settings.accumulate_grad_batches
@@ -174,20 +173,14 @@ class Fitting(Stepper):
                 "fit(resume_from=...) needs a checkpoint of raysgd.functions: this one has no train_state."
             )
         state, progress = saved["train_state"], saved.get("progress")
-        if "step" not in state:
-            params, model_state = self._model.arrays_of(state)
-            self._state = steps.make_state(params, settings.jax_seed, model_state)
-        else:
-            given = None if progress is None else progress["hyperparameters"]
-            self._state = steps.restore_state(
-                {"rng": np.asarray(jax.random.PRNGKey(settings.jax_seed)), **state}, given
+        given = None if progress is None else progress["hyperparameters"]
+        self._state = steps.load_state(state, settings.jax_seed, given)
+        if "step" in state and "opt_state" not in state and self._is_first:
+            get_logger().warning(
+                "the checkpoint was saved with save_opt_states=False: the optimizer starts with a new state at step %d, and "
+                "its schedule continues.",
+                int(self._state.step),
             )
-            if "opt_state" not in state and self._is_first:
-                get_logger().warning(
-                    "the checkpoint was saved with save_opt_states=False: the optimizer starts with a new state at step %d, and "
-                    "its schedule continues.",
-                    int(self._state.step),
-                )
         if progress is None:
             self.position = LoopPosition(epoch=settings.first_epoch, steps=int(self._state.step))
             self._restore_batches(Position(epoch=settings.first_epoch))

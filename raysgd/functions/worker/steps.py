@@ -27,6 +27,7 @@ from raysgd.errors import ConfigError
 from raysgd.functions.examples import call_by_name
 from raysgd.functions.models import Model
 from raysgd.functions.sharding import DATA_AXIS, MODEL_AXIS, ShardingPlan, plan_sharding
+from raysgd.functions.stored_arrays import StoredArray
 from raysgd.functions.worker.losses import Loss, as_loss, sum_of_losses
 from raysgd.functions.worker.random_rows import key_of_rows
 from raysgd.functions.worker.train_state import (
@@ -43,6 +44,7 @@ from raysgd.functions.worker.train_state import (
     zero_shardings,
 )
 from raysgd.jax.meshes import mesh as make_mesh
+from raysgd.jax.restoring import restore
 
 LossFn: TypeAlias = "Callable[..., Any]"
 PredFn: TypeAlias = "Callable[..., Any]"
@@ -108,7 +110,7 @@ class Steps:
         steps_per_update: How many steps the optimizer takes for one update of the parameters, more than one with
             `optax.MultiSteps`; None: that is not known.
         train_step_fn: The user's own step, in place of loss, gradient and update; see `raysgd.functions.Trainer`.
-        model: The model whose parameters the plan is for; None: a tree.
+        model: The model whose parameters the plan is for; None: a tree with the structure of the plan.
 
     Attributes:
         num_compilations: How often each step has been compiled, by name; since `find_steps` returned these steps.
@@ -149,7 +151,7 @@ class Steps:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), plan.specs)
         self._zero_params = zero_shardings(mesh, plan)
-        self._model = model or Model(None)
+        self._model = model or Model(plan.specs)
         state_plan = None
         if (others := self._model.model_state) is not None:
             state_plan = plan_sharding(others, plan.axis_sizes, declared=self._model.declared, is_trained=False)
@@ -196,8 +198,8 @@ class Steps:
         if self._optimizer is None or self._shardings is None:
             raise ConfigError("There is no training state without an optimizer: give Steps(optimizer=...).")
         # Donated to the first step, so arrays of the caller must not be shared.
-        placed = self.place_params(jax.tree.map(np.array, params))
-        others = jax.tree.map(_placed, jax.tree.map(np.array, model_state), self._others)
+        placed = self.place_params(jax.tree.map(_copied, params))
+        others = jax.tree.map(_placed, jax.tree.map(_copied, model_state), self._others)
         step = _placed(np.zeros((), np.int32), self._replicated)
         return TrainState(step, placed, self._init(placed, step), self._placed_key(rng), others, self._apply_fn)
 
@@ -249,6 +251,19 @@ class Steps:
             )
         others = found.get("model_state")
         return TrainState(found["step"], found["params"], opt_state, found["rng"], others, self._apply_fn)
+
+    def load_state(self, saved: Mapping[str, Any], seed: int, given: Mapping[str, Any] | None = None) -> TrainState:
+        """Make the state of a ``train_state``: one that was saved, or parameters alone, with which a training begins.
+
+        Args:
+            saved: The ``train_state``.
+            seed: Of a random key, if it has none.
+            given: As for `restore_state`.
+        """
+        if "step" in saved:
+            return self.restore_state({"rng": np.asarray(jax.random.PRNGKey(seed)), **saved}, given)
+        model = self._model.with_arrays(saved)
+        return self.make_state(model.params, seed, model.model_state)
 
     def restore_params(self, saved: Mapping[str, Any]) -> tuple[Any, Any]:
         """Place the parameters and the ``model_state`` of a saved state; each process reads what its devices need."""
@@ -508,6 +523,8 @@ def _placed(value: Any, sharding: NamedSharding, num_rows: int | None = None, fi
     """Make a global array. If ``num_rows`` is given, ``value`` has rows of it from ``first_row`` on."""
     if isinstance(value, jax.Array) and value.sharding == sharding:
         return value
+    if isinstance(value, StoredArray):
+        return restore(value, like=sharding)
     array = np.asarray(value)
     array = array.astype(
         jax.dtypes.canonicalize_dtype(array.dtype), copy=False
@@ -521,6 +538,10 @@ def _placed(value: Any, sharding: NamedSharding, num_rows: int | None = None, fi
         return array[index]
 
     return jax.make_array_from_callback(shape, sharding, read_shard, dtype=array.dtype)
+
+
+def _copied(array: Any) -> Any:
+    return array if isinstance(array, StoredArray) else np.array(array)
 
 
 def _strided(array: Any, number: int) -> Any:
