@@ -50,13 +50,13 @@ def read(folder: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
             raise CheckpointError(
                 f"{folder} has the items {', '.join(items)}, and none is called params: give the folder of one of them."
             )
-        info = {}
+        info: dict[str, Any] = {}
         for path in (os.path.join(folder, _INFO), *(os.path.join(folder, name, _JSON) for name in names)):
             if os.path.isfile(path):
                 with open(path, encoding="utf-8") as file:
                     info |= json.load(file)
         return (items if "params" in items else _as_state(*items.values())), info
-    steps = {int(found[1]): name for name in names if (found := re.fullmatch(r"(?:.*_)?(\d+)", name))}
+    steps = {int(match[1]): name for name in names if (match := re.fullmatch(r"(?:.*_)?(\d+)", name))}
     for step in sorted(steps, reverse=True):
         if (found := read(os.path.join(folder, steps[step]))) is not None:
             return found[0], {"step": step, **found[1]}
