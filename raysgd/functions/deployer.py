@@ -125,7 +125,7 @@ class Deployer:
         self._devices_per_worker = _count_devices(backend, gpus_per_worker)
         #: The number of workers for which the rows of a batch are counted.
         self.num_workers = scaling.min_workers if math.isinf(scaling.max_workers) else int(scaling.max_workers)
-        self.workdir = None if workdir is None else _absolute(os.fspath(workdir))
+        self.workdir = None if workdir is None else absolute(os.fspath(workdir))
         self._verbose = verbose
         self._rng: Any = None
         loggers = RunCallbacks(run_tensorboard, run_wandb, wandb_init_kwargs, verbose)
@@ -284,7 +284,7 @@ class Deployer:
         import_optional("jax", "functions")
         from raysgd.functions import checkpoints
 
-        return checkpoints.save(_absolute(os.fspath(ckpt_dir)), params, opt_state, float_dtype, info)
+        return checkpoints.save(absolute(os.fspath(ckpt_dir)), params, opt_state, float_dtype, info)
 
     @leaves_raysgd
     def load_ckpt(
@@ -326,7 +326,7 @@ class Deployer:
 
         log_unused(PLACED_IN_WORKERS, params_sharding_rules=params_sharding_rules)
         return checkpoints.load(
-            ckpt_dir if isinstance(ckpt_dir, Checkpoint) else _absolute(os.fspath(ckpt_dir)),
+            ckpt_dir if isinstance(ckpt_dir, Checkpoint) else absolute(os.fspath(ckpt_dir)),
             like=like,
             optimizer=optimizer,
             float_dtype=float_dtype,
@@ -372,7 +372,7 @@ class Deployer:
                 f"resume_from={resume_from!r} needs Deployer(workdir=...), where the checkpoint is looked for."
             )
         if isinstance(resume_from, (str, os.PathLike)) and resume_from not in (LAST, BEST):
-            resume_from = _absolute(os.fspath(resume_from))
+            resume_from = absolute(os.fspath(resume_from))
         return find_checkpoint(resume_from, self.workdir, best_by)
 
     if not TYPE_CHECKING:  # else type checkers would find any attribute
@@ -461,7 +461,8 @@ def _workers_per_replica(scaling: ScalingConfig, devices: int | None, n_model_sh
     return n_model_shards // math.gcd(n_model_shards, devices)
 
 
-def _absolute(workdir: str) -> str:
+def absolute(workdir: str) -> str:
+    """Return an absolute path; a URI as it is."""
     return workdir if "://" in workdir else os.path.abspath(os.path.expanduser(workdir))
 
 

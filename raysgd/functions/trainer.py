@@ -18,7 +18,7 @@ from raysgd.checkpoint.links import best_by
 from raysgd.config.argument_names import refuse_unknown
 from raysgd.config.checks import check_bool, check_count
 from raysgd.errors import ConfigError
-from raysgd.functions.deployer import Deployer
+from raysgd.functions.deployer import Deployer, absolute
 from raysgd.functions.examples import check_callable, check_examples
 from raysgd.functions.kept_checkpoints import KeptCheckpoints, earlier_checkpoints
 from raysgd.functions.left_out import PLACED_IN_WORKERS, log_unused, no_attribute
@@ -306,10 +306,10 @@ class Trainer:
     def export_ckpt(
         self, ckpt_dir: str | os.PathLike[str], ckpt: str | os.PathLike[str] | Checkpoint | None = None
     ) -> None:
-        """Write a checkpoint for orbax, which ``StandardCheckpointer().restore(ckpt_dir)`` reads. Each worker writes its shards.
+        """Write a checkpoint for orbax, which its ``StandardCheckpointer`` restores. Each worker writes its shards.
 
-        It has ``step``, ``params``, ``opt_state``, ``rng`` and, of a module of nnx, ``model_state``, in their own structures.
-        `Deployer.load_ckpt` reads it, too.
+        It is a dict of ``step``, ``params``, ``opt_state``, ``rng`` and, of a module of nnx, ``model_state``, with the structures
+        of flax and optax. `Deployer.load_ckpt` reads it, too.
 
         Args:
             ckpt_dir: A folder that all workers reach and that does not exist yet, such as ``{folder}/{step}/default`` for a
@@ -320,7 +320,7 @@ class Trainer:
             CheckpointError: There is something at ``ckpt_dir``.
             CheckpointNotFoundError: There is no such checkpoint.
         """
-        folder = os.path.abspath(os.path.expanduser(os.fspath(ckpt_dir)))
+        folder = absolute(os.fspath(ckpt_dir))
         path, state = self._newest if ckpt is None else find_saved(ckpt, self._like)
         settings = TaskSettings(
             jax_seed=self.deployer.jax_seed,
