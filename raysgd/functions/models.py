@@ -126,7 +126,7 @@ class Model:
 
         _, wrt = loads(self.definition)
         nnx.pop(module, nnx.Intermediate)
-        _, _, _, found = nnx.split(module, wrt, nnx.RngState, ...)
+        *_, found = nnx.split(module, wrt, nnx.RngState, ...)
         expected, new = (
             {keys_of(keys): np.shape(leaf) for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
             for tree in (self.model_state, found)
@@ -155,18 +155,19 @@ class Model:
 
 def _declared_specs(params: Any) -> dict[tuple[str, ...], Any]:
     """Return the sharding that a variable of nnx, or a box of linen, declares, by path. Logical names are resolved."""
+    nnx, linen = imported("flax.nnx"), imported("flax.linen")
+    variables = () if nnx is None else nnx.Variable
+    boxes = () if linen is None else linen.Partitioned
     found = {}
-    for keys, node in jax.tree_util.tree_flatten_with_path(params, is_leaf=_declares)[0]:
-        if not _declares(node):
-            continue
-        if hasattr(node, "get_partition_spec"):
+    nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: isinstance(node, (variables, boxes)))[0]
+    for keys, node in nodes:
+        spec = None
+        if isinstance(node, variables):
+            spec = nnx.get_partition_spec(node).get_value()
+        elif isinstance(node, boxes):
             spec = node.get_partition_spec()
-        else:
-            spec = imported("flax.nnx").get_partition_spec(node).get_value()
-        if any(spec):
+            if isinstance(node, linen.LogicallyPartitioned) and (rules := node.rules or linen.get_logical_axis_rules()):
+                spec = linen.logical_to_mesh(spec, rules)
+        if spec is not None and any(spec):
             found[tuple(map(str, keys_of(keys)))] = spec
     return found
-
-
-def _declares(node: Any) -> bool:
-    return hasattr(node, "get_partition_spec") or hasattr(node, "get_metadata")

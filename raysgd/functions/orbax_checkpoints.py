@@ -19,8 +19,8 @@ from raysgd.functions.stored_arrays import StoredArray
 
 #: What orbax writes for a tree and for a dict of JSON, and redco for what it is given in addition.
 _TREE, _JSON, _INFO = "_METADATA", "metadata", "info.json"
-#: Entries of a tree without values.
-_EMPTY = {"None", "Dict", "List", "Tuple", "NamedTuple"}
+#: Entries of a tree that are arrays. Others are texts, and places without a value.
+_ARRAYS = {"jax.Array", "np.ndarray", "scalar"}
 _SEQUENCE = 1
 
 
@@ -74,7 +74,7 @@ def _read_tree(folder: str) -> dict[Any, Any]:
     nested: dict[Any, Any] = {}
     for entry in metadata["tree_metadata"].values():
         keys = [int(each["key"]) if each["key_type"] == _SEQUENCE else each["key"] for each in entry["key_metadata"]]
-        if entry["value_metadata"]["value_type"] in _EMPTY:
+        if entry["value_metadata"]["value_type"] not in _ARRAYS:
             continue
         node = nested
         for key in keys[:-1]:

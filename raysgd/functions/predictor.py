@@ -163,7 +163,7 @@ def find_saved(given: str | os.PathLike[str] | Checkpoint, like: Any) -> tuple[s
     try:
         checkpoint = given if isinstance(given, Checkpoint) else Checkpoint.from_path(given)
     except CheckpointNotFoundError:
-        if (found := orbax_checkpoints.read(os.path.abspath(os.fspath(given)))) is None:
+        if (found := orbax_checkpoints.read(os.path.abspath(str(given)))) is None:
             raise
         return None, {"train_state": found[0] if like is None else like.with_arrays(found[0]).as_state()}
     if checkpoint.path is None:

@@ -14,6 +14,7 @@ from raysgd.functions import Deployer, Predictor, Trainer
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
+nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
 backends = pytest.importorskip("jax.extend").backend
 pytestmark = pytest.mark.jax
@@ -164,6 +165,51 @@ def test_variables_that_the_optimizer_leaves_out_keep_their_values(tmp_path: Pat
     assert result.history[-1]["train_loss"] < result.history[0]["train_loss"]
 
 
+def test_variables_of_other_types_and_stacked_layers_are_restored(tmp_path: Path) -> None:
+    """Tables of integers, plain arrays, the streams of each layer of a scan, and `nnx.Rngs` as attributes."""
+
+    class Block(nnx.Module):  # type: ignore[misc, name-defined]
+        def __init__(self, rngs: Any) -> None:
+            self.linear, self.dropout = nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.dropout(self.linear(x))
+
+    class Stacked(nnx.Module):  # type: ignore[misc, name-defined]
+        def __init__(self, rngs: Any) -> None:
+            self.blocks = nnx.split_rngs(splits=3)(nnx.vmap(Block, in_axes=0, out_axes=0))(rngs)
+            self.order = nnx.Variable(jax.numpy.arange(8)[::-1])
+            self.scales, self.rngs = jax.numpy.ones(8), rngs
+
+        def __call__(self, x: Any) -> Any:
+            x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+            return (x[:, self.order[...]] * self.scales + 0.1 * self.rngs.noise.normal(x.shape)).sum(axis=1)
+
+    streams = nnx.Rngs(0, noise=1)
+    _, expected = fit(tmp_path / "whole", Stacked(streams), n_epochs=2)
+    fit(tmp_path / "parts", Stacked(nnx.Rngs(0, noise=1)), n_epochs=1)
+    _, found = fit(tmp_path / "parts", Stacked(nnx.Rngs(0, noise=1)), shards=2, n_epochs=2, resume_from="last")
+    assert found.history[-1]["train_loss"] == pytest.approx(expected.history[-1]["train_loss"], abs=1e-5)
+    check_near(found.params, expected.params)
+    assert found.params.order.get_value().tolist() == [*range(8)][::-1]
+
+
+def test_linen_model_with_statistics_is_trained_as_a_module(tmp_path: Path) -> None:
+    class Linen(nn.Module):  # type: ignore[misc, name-defined]
+        @nn.compact
+        def __call__(self, x: Any, is_training: bool = False) -> Any:
+            return nn.Dense(1)(nn.BatchNorm(use_running_average=not is_training)(nn.Dense(8)(x)))[:, 0]
+
+    def loss_fn(model: Any, batch: Any, is_training: bool) -> Any:
+        return ((model(batch["x"], is_training=is_training, mutable=["batch_stats"]) - batch["y"]) ** 2).mean()
+
+    model = nnx.bridge.ToNNX(Linen(), nnx.Rngs(0)).lazy_init(jax.numpy.ones((2, 8)))
+    trainer = Trainer(make_deployer(tmp_path), collate_fn, loss_fn=loss_fn, params=model, optimizer=optax.adam(0.01))
+    first, second = (trainer.train(EXAMPLES, 2) for _ in range(2))
+    assert second.metrics["train_loss"] < first.metrics["train_loss"]
+    assert np.asarray(jax.tree.leaves(nnx.state(second.params, nnx.BatchStat))[0]).any()
+
+
 def test_tied_weights_are_trained_once(tmp_path: Path) -> None:
     class Tied(nnx.Module):  # type: ignore[misc, name-defined]
         def __init__(self, rngs: Any) -> None:
@@ -194,6 +240,12 @@ def test_shardings_that_variables_declare_are_used(tmp_path: Path) -> None:
         assert ("^kernel$", jax.P(None, "model")) in deployer.get_sharding_rules(logical)
     with pytest.raises(ConfigError, match=r"declares the sharding .* of kernel.*no axis 'embed'.*logical_axis_rules"):
         deployer.get_sharding_rules(logical)
+    boxed = nn.Dense(16, kernel_init=nn.with_logical_partitioning(nn.initializers.ones, ("embed", "mlp")))
+    boxed = boxed.init(jax.random.PRNGKey(0), np.ones((1, 8)))["params"]
+    with nn.logical_axis_rules([("embed", "model"), ("mlp", None)]):
+        assert ("^kernel$", jax.P("model", None)) in deployer.get_sharding_rules(boxed)
+    with pytest.raises(ConfigError, match="no axis 'embed'"):
+        deployer.get_sharding_rules(boxed)
     with pytest.raises(ConfigError, match="divide by 2"):
         deployer.get_sharding_rules(
             {"a": nnx.Param(np.ones((3, 2), np.float32), out_sharding=("model", None), eager_sharding=False)}

@@ -150,6 +150,15 @@ def test_exported_checkpoint_is_read_by_orbax_and_loaded_again(deployer: Deploye
         trainer.export_ckpt(tmp_path / "orbax")
 
 
+def test_tree_of_odd_names_and_values_is_read(deployer: Deployer, tmp_path: Path) -> None:
+    weights = {"linear/~/a": {"w": np.ones((4, 2), np.float32)}, "a.b": {"w": np.zeros(3, np.float32)}}
+    tree = {"params": {**weights, "empty": {}}, "step": 5, "name": "a text", "none": None}
+    ocp.PyTreeCheckpointer().save(tmp_path / "orbax", tree)
+    found, info = deployer.load_ckpt(tmp_path / "orbax")
+    jax.tree.map(np.testing.assert_array_equal, found["params"], weights)
+    assert info == {"step": 5}
+
+
 def test_predictor_takes_the_folder_of_orbax(deployer: Deployer, tmp_path: Path) -> None:
     write(tmp_path / "orbax", "standard", PARAMS)
     expected = Predictor(deployer, collate_fn, pred_fn).predict(EXAMPLES, 2, PARAMS)
