@@ -30,8 +30,8 @@ EXTRAS = {
     "tensorflow": ["tensorflow>=2.21", "tf_keras>=2.21"],
     "jax": ["jax>=0.10; python_version >= '3.11'"],
     "functions": ["jax>=0.10; python_version >= '3.11'", "optax>=0.2.8; python_version >= '3.11'"],
-    # Models for the functions, in tests and examples. They work with any tree of arrays.
-    "flax": ["flax>=0.12; python_version >= '3.11'"],
+    # Models for the functions, which work with any tree of arrays, too; flax requires orbax. And the weights of transformers.
+    "flax": ["flax>=0.12; python_version >= '3.11'", "safetensors>=0.4.5"],
     "mlflow": ["mlflow>=3.0"],
     "wandb": ["wandb>=0.19"],
     # What examples/ import in addition to raysgd[torch].

@@ -9,16 +9,19 @@ import typing as _typing
 if _typing.TYPE_CHECKING:
     from raysgd.functions.deployer import Deployer
     from raysgd.functions.predictor import Predictor
+    from raysgd.functions.stored_arrays import StoredArray, open_safetensors
     from raysgd.functions.trainer import FitResult, Trainer
 
 _MODULE_OF = {
     "Deployer": "raysgd.functions.deployer",
     "FitResult": "raysgd.functions.trainer",
     "Predictor": "raysgd.functions.predictor",
+    "StoredArray": "raysgd.functions.stored_arrays",
     "Trainer": "raysgd.functions.trainer",
+    "open_safetensors": "raysgd.functions.stored_arrays",
 }
 
-__all__ = ["Deployer", "FitResult", "Predictor", "Trainer"]
+__all__ = ["Deployer", "FitResult", "Predictor", "StoredArray", "Trainer", "open_safetensors"]
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -1,6 +1,7 @@
 """Checkpoints that a script saves and loads itself, in the driver. Arrays are NumPy's; no JAX array is made.
 
-They have the format of all checkpoints, so `Predictor.predict` and ``fit(resume_from=...)`` take them, too.
+They have the format of all checkpoints, so `Predictor.predict` and ``fit(resume_from=...)`` take them, too. Those of orbax are
+read, as arrays in files.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from raysgd.functions.trees import as_arrays, as_nested_dict, as_numpy, float_name, from_nested_dict, shapes_of
+from raysgd.functions import orbax_checkpoints
+from raysgd.functions.models import Model
+from raysgd.functions.trees import as_nested_dict, float_name, from_nested_dict, shapes_of
 from raysgd.session.local import LocalSession
 
 
 def save(folder: str, params: Any, opt_state: Any, float_dtype: Any, info: Mapping[str, Any]) -> Checkpoint:
     """Save a checkpoint in a folder, in place of the one that is there; see `Deployer.save_ckpt`."""
     convert = _converter(float_dtype)
-    state: dict[str, Any] = {"params": as_nested_dict(convert(as_numpy(params)))}
+    state = {name: convert(jax.tree.map(np.asarray, tree)) for name, tree in Model.of(params).as_state().items()}
     if opt_state is not None:
-        state["opt_state"] = as_nested_dict(convert(as_arrays(opt_state)))
+        state["opt_state"] = as_nested_dict(convert(jax.tree.map(np.asarray, opt_state)))
     kept = {name: _plain(value) for name, value in info.items()}
     store = CheckpointStore(Storage.from_uri(folder))
     session = LocalSession(folder)
@@ -55,32 +58,55 @@ def find(folder: str) -> Checkpoint:
         return Checkpoint.from_path(store.path(manifests[-1].number))
 
 
+def read(given: str | Checkpoint) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Return the state and the information of a checkpoint, or of the newest one in a folder.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        CheckpointError: It is not of `raysgd.functions`, and no tree that orbax saved.
+    """
+    try:
+        checkpoint = find(given) if isinstance(given, str) else given
+    except CheckpointNotFoundError:
+        found = orbax_checkpoints.read(str(given))
+        if found is None:
+            raise
+        return found
+    saved = checkpoint.load()
+    if not isinstance(saved, Mapping) or "train_state" not in saved:
+        raise CheckpointError(f"{checkpoint.path} is not a checkpoint of raysgd.functions: it has no train_state.")
+    info = dict(saved.get("info", {}))
+    if (progress := saved.get("progress")) is not None:
+        info["epoch_idx"] = progress["history"][-1]["epoch"] if progress["history"] else -1
+    return saved["train_state"], info
+
+
 def load(
-    checkpoint: Checkpoint,
+    given: str | Checkpoint,
     *,
+    like: Any,
     optimizer: Any,
     float_dtype: Any,
     load_params: bool,
     load_opt_state: bool,
     update_rng: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Load a checkpoint of `raysgd.functions`; see `Deployer.load_ckpt`."""
-    saved = checkpoint.load()
-    if not isinstance(saved, Mapping) or "train_state" not in saved:
-        raise CheckpointError(f"{checkpoint.path} is not a checkpoint of raysgd.functions: it has no train_state.")
-    state, convert = saved["train_state"], _converter(float_dtype)
-    params = convert(state["params"])
-    found: dict[str, Any] = {"params": params if load_params else None, "opt_state": None}
+    """Load a checkpoint; see `Deployer.load_ckpt`."""
+    (state, info), convert = read(given), _converter(float_dtype)
+    model = None if like is None else Model.like(like)
+    state = {**state, "params": convert(state["params"])}
+    found: dict[str, Any] = {"params": None, "opt_state": None}
+    if load_params:
+        found["params"] = state["params"] if model is None else model.from_state(state, seed=0)
     if load_opt_state and optimizer is not None and "opt_state" in state:
-        like = jax.eval_shape(optimizer.init, shapes_of(params))
-        found["opt_state"] = convert(from_nested_dict(state["opt_state"], like))
-    info = dict(saved.get("info", {}))
+        shapes = shapes_of(state["params"]) if model is None else model.params
+        opt_like = jax.eval_shape(optimizer.init, shapes)
+        found["opt_state"] = convert(from_nested_dict(state["opt_state"], opt_like))
     if "step" in state:
-        info["step"] = int(state["step"])
-    if (progress := saved.get("progress")) is not None:
-        info["epoch_idx"] = progress["history"][-1]["epoch"] if progress["history"] else -1
-    if update_rng and "rng" in state:
-        info["rng"] = np.asarray(state["rng"])
+        info["step"] = int(np.asarray(state["step"]))
+    rng = state.get("rng", info.pop("rng", None))
+    if update_rng and rng is not None:
+        info["rng"] = np.asarray(rng, np.uint32)
     return found, info
 
 

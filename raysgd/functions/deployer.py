@@ -125,7 +125,7 @@ class Deployer:
         self._devices_per_worker = _count_devices(backend, gpus_per_worker)
         #: The number of workers for which the rows of a batch are counted.
         self.num_workers = scaling.min_workers if math.isinf(scaling.max_workers) else int(scaling.max_workers)
-        self.workdir = None if workdir is None else _absolute(os.fspath(workdir))
+        self.workdir = None if workdir is None else absolute(os.fspath(workdir))
         self._verbose = verbose
         self._rng: Any = None
         loggers = RunCallbacks(run_tensorboard, run_wandb, wandb_init_kwargs, verbose)
@@ -207,7 +207,7 @@ class Deployer:
         """Return how the parameters are sharded, as a list of rules whose text is a table.
 
         Args:
-            params_shape_or_params: The tree of parameters: arrays, or `jax.ShapeDtypeStruct`s.
+            params_shape_or_params: The tree of parameters: arrays, or `jax.ShapeDtypeStruct`s. Or a module of nnx.
             params: The same, by a shorter name.
 
         Raises:
@@ -218,9 +218,11 @@ class Deployer:
             raise ConfigError("get_sharding_rules() needs one tree of parameters: give params.")
         params = params_shape_or_params if params is None else params
         import_optional("jax", "functions")
+        from raysgd.functions.models import Model
         from raysgd.functions.sharding import ShardingRules, plan_sharding
 
-        return ShardingRules(plan_sharding(params, self.axis_sizes))
+        like = Model.like(params)
+        return ShardingRules(plan_sharding(like.params, self.axis_sizes, declared=like.declared))
 
     def get_lr_schedule_fn(
         self,
@@ -271,7 +273,7 @@ class Deployer:
 
         Args:
             ckpt_dir: A path or URI.
-            params: A tree of arrays.
+            params: A tree of arrays, or a module of nnx.
             opt_state: The state of an optimizer.
             float_dtype: The type of floating-point numbers in the checkpoint.
             info: What `load_ckpt` returns next to the arrays, such as ``step`` and ``epoch_idx``: numbers, texts, arrays.
@@ -282,7 +284,7 @@ class Deployer:
         import_optional("jax", "functions")
         from raysgd.functions import checkpoints
 
-        return checkpoints.save(_absolute(os.fspath(ckpt_dir)), params, opt_state, float_dtype, info)
+        return checkpoints.save(absolute(os.fspath(ckpt_dir)), params, opt_state, float_dtype, info)
 
     @leaves_raysgd
     def load_ckpt(
@@ -294,33 +296,38 @@ class Deployer:
         load_params: bool = True,
         load_opt_state: bool = True,
         update_rng: bool = False,
+        *,
+        like: Any = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Load a checkpoint of `save_ckpt` or of `Trainer.fit` into the memory of the driver.
+        """Load a checkpoint of `save_ckpt` or of `Trainer.fit` into the memory of the driver, or open one of orbax or redco.
 
         Args:
-            ckpt_dir: A path, a URI or a checkpoint.
+            ckpt_dir: A path, a URI or a checkpoint. Of a folder of orbax's CheckpointManager the newest step is opened.
             params_sharding_rules: Ignored with a message: a Trainer or Predictor shards the arrays in the workers.
             optimizer: The optimizer whose state is loaded; None: it is not loaded.
             float_dtype: The type that floating-point numbers are converted to.
             load_params: Whether to load the parameters.
             load_opt_state: Whether to load the state of the optimizer.
             update_rng: Whether the information has the random key, with which ``Trainer(last_ckpt_info=...)`` continues.
+            like: The parameters, or the module of nnx, whose structure ``params`` gets; `jax.ShapeDtypeStruct`s will do.
+                None: they are nested dicts.
 
         Returns:
-            ``params``, as nested dicts of NumPy arrays, and ``opt_state``, by name, each None if it is not loaded; and the
-            information: ``step``, ``epoch_idx`` and what `save_ckpt` was given.
+            ``params``, of NumPy arrays, and ``opt_state``, by name, each None if it is not loaded; and the information:
+            ``step``, ``epoch_idx`` and what `save_ckpt` was given. The arrays of orbax are `StoredArray`s: a Trainer or
+            Predictor that gets them reads in each worker what its devices need.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint.
-            CheckpointError: It is not of `raysgd.functions`.
+            CheckpointError: It is not of `raysgd.functions`, and orbax did not write it.
         """
         import_optional("jax", "functions")
         from raysgd.functions import checkpoints
 
         log_unused(PLACED_IN_WORKERS, params_sharding_rules=params_sharding_rules)
-        found = ckpt_dir if isinstance(ckpt_dir, Checkpoint) else checkpoints.find(_absolute(os.fspath(ckpt_dir)))
         return checkpoints.load(
-            found,
+            ckpt_dir if isinstance(ckpt_dir, Checkpoint) else absolute(os.fspath(ckpt_dir)),
+            like=like,
             optimizer=optimizer,
             float_dtype=float_dtype,
             load_params=load_params,
@@ -365,7 +372,7 @@ class Deployer:
                 f"resume_from={resume_from!r} needs Deployer(workdir=...), where the checkpoint is looked for."
             )
         if isinstance(resume_from, (str, os.PathLike)) and resume_from not in (LAST, BEST):
-            resume_from = _absolute(os.fspath(resume_from))
+            resume_from = absolute(os.fspath(resume_from))
         return find_checkpoint(resume_from, self.workdir, best_by)
 
     if not TYPE_CHECKING:  # else type checkers would find any attribute
@@ -454,7 +461,8 @@ def _workers_per_replica(scaling: ScalingConfig, devices: int | None, n_model_sh
     return n_model_shards // math.gcd(n_model_shards, devices)
 
 
-def _absolute(workdir: str) -> str:
+def absolute(workdir: str) -> str:
+    """Return an absolute path; a URI as it is."""
     return workdir if "://" in workdir else os.path.abspath(os.path.expanduser(workdir))
 
 

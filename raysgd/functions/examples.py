@@ -92,31 +92,43 @@ def _check_each(name: str, keys: Any, start: int, examples: Sequence[Any]) -> No
             )
 
 
-#: Further names of the first argument of loss_fn and pred_fn.
-_RNG_NAMES = ("rng", "train_rng", "pred_rng")
+#: The names that a value may have: the key of loss_fn and pred_fn, and a module of nnx in place of parameters.
+_NAMES = {"rng": ("rng", "train_rng", "pred_rng"), "model": ("model", "params")}
 
 
 def call_by_name(function: Callable[..., Any], **values: Any) -> Any:
     """Call one of the user's functions by the names of its parameters, or else by position.
 
-    Arguments that are bound by `functools.partial` may so stand anywhere.
+    Arguments that are bound by `functools.partial` may so stand anywhere. A function that has names of some values alone, and
+    cannot take all by position, gets these: ``loss_fn(model, batch)``.
 
     Args:
         function: The function.
-        values: What it gets, in the order of its positions. ``rng`` may be called ``train_rng`` or ``pred_rng``.
+        values: What it gets, in the order of its positions. ``rng`` may be called ``train_rng`` or ``pred_rng``, and ``model``
+            also ``params``.
     """
     try:
-        parameters = inspect.signature(function).parameters
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin without a signature
         return function(*values.values())
+    parameters = signature.parameters
     known = {name for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     named: dict[str, Any] = {}
     for name, value in values.items():
-        found = known.intersection(_RNG_NAMES if name == "rng" else (name,))
-        if len(found) != 1:
-            return function(*values.values())
-        named[found.pop()] = value
+        found = known.intersection(_NAMES.get(name, (name,)))
+        if len(found) == 1:
+            named[found.pop()] = value
+    if len(named) < len(values) and (not named or _can_bind(signature, *values.values())):
+        return function(*values.values())
     return function(**named)
+
+
+def _can_bind(signature: inspect.Signature, *values: Any) -> bool:
+    try:
+        signature.bind(*values)
+    except TypeError:
+        return False
+    return True
 
 
 def check_callable(name: str, value: Any, signature: str, *, may_be_none: bool = False) -> Callable[..., Any]:

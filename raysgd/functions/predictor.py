@@ -12,7 +12,7 @@ from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.config.argument_names import refuse_unknown
 from raysgd.config.checks import check_count
-from raysgd.errors import ConfigError
+from raysgd.errors import CheckpointNotFoundError, ConfigError
 from raysgd.functions.deployer import Deployer
 from raysgd.functions.examples import check_callable, check_examples
 from raysgd.functions.left_out import PLACED_IN_WORKERS, log_unused, no_attribute
@@ -93,9 +93,9 @@ class Predictor:
             examples: A list, or another sequence with a length.
             per_device_batch_size: Rows of a batch for each replica of the model. The last batch is filled up with copies of an
                 example, and their outputs are dropped.
-            params: A tree of arrays, or a checkpoint of `Trainer.fit` or its path. None: the newest parameters of the Trainer
-                whose `Trainer.get_default_predictor` made this Predictor. Any other Predictor gets the parameters of a
-                checkpoint as nested dicts.
+            params: A tree of arrays, a module of nnx, or a checkpoint, of `Trainer.fit` or orbax, or its path. None: the newest
+                parameters of the Trainer whose `Trainer.get_default_predictor` made this Predictor. Any other Predictor gets the
+                parameters of a checkpoint as nested dicts.
             params_replicated: Ignored with a message: parameters are placed in the workers.
             params_sharded: Ignored, as ``params_replicated``.
             desc: Is logged.
@@ -112,8 +112,8 @@ class Predictor:
             self.deployer.log_info(desc, title="Predicting")
         import_optional("jax", "functions")
         import_optional("optax", "functions")
+        from raysgd.functions.models import Model
         from raysgd.functions.sharding import own_rules
-        from raysgd.functions.trees import as_nested_dict, as_numpy, shapes_of
 
         path, state, like = None, None, None
         if params is None:
@@ -121,11 +121,11 @@ class Predictor:
                 raise ConfigError("predict() needs params=...: this Predictor was not made by a Trainer.")
             path, state, like = self._find_params()
         elif isinstance(params, (str, os.PathLike, Checkpoint)):
-            path = checkpoint_path(params)
             like = None if self._find_params is None else self._find_params()[2]
+            path, state = find_saved(params, like)
         else:
-            tree = as_numpy(params)
-            state, like = {"train_state": {"params": as_nested_dict(tree)}}, shapes_of(tree)
+            model = Model.of(params)
+            state, like = {"train_state": model.as_state()}, model.shapes()
         parts = {**self.functions, "rules": own_rules(self._rules)}
         settings = PredictSettings(
             jax_seed=self.deployer.jax_seed,
@@ -152,13 +152,20 @@ def check_deployer(deployer: Any) -> Deployer:
     return deployer
 
 
-def checkpoint_path(given: str | os.PathLike[str] | Checkpoint) -> str:
-    """Return the path of a checkpoint, or of the one that a link leads to.
+def find_saved(given: str | os.PathLike[str] | Checkpoint, like: Any) -> tuple[str | None, Any]:
+    """Return the path of a checkpoint, or of the one that a link leads to, or the state in a checkpoint of orbax.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
     """
-    checkpoint = given if isinstance(given, Checkpoint) else Checkpoint.from_path(given)
+    from raysgd.functions import orbax_checkpoints
+
+    try:
+        checkpoint = given if isinstance(given, Checkpoint) else Checkpoint.from_path(given)
+    except CheckpointNotFoundError:
+        if (found := orbax_checkpoints.read(os.path.abspath(str(given)))) is None:
+            raise
+        return None, {"train_state": found[0] if like is None else like.with_arrays(found[0]).as_state()}
     if checkpoint.path is None:
         raise ConfigError("the checkpoint is in memory only: give one that is on storage, or a tree of arrays.")
-    return checkpoint.path
+    return checkpoint.path, None

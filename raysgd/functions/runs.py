@@ -16,7 +16,7 @@ from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.config import CheckpointConfig
 from raysgd.config.checks import check_bool
 from raysgd.errors import RaySGDError
-from raysgd.functions.tasks import EvalLossTask, FitTask, PredictTask
+from raysgd.functions.tasks import EvalLossTask, ExportTask, FitTask, PredictTask
 from raysgd.trainer.trainer import Trainer
 
 
@@ -58,7 +58,7 @@ class FunctionRuns:
 
     def run(
         self,
-        task: FitTask | EvalLossTask | PredictTask,
+        task: FitTask | EvalLossTask | ExportTask | PredictTask,
         config: Mapping[str, Any],
         dataset: Mapping[str, Any],
         *,

@@ -84,24 +84,45 @@ class ShardingPlan:
         )
 
 
-def plan_sharding(params: Any, axis_sizes: Mapping[str, int], own_rules: Rules | None = None) -> ShardingPlan:
+def plan_sharding(
+    params: Any,
+    axis_sizes: Mapping[str, int],
+    own_rules: Rules | None = None,
+    declared: Mapping[tuple[str, ...], Any] | None = None,
+    *,
+    is_trained: bool = True,
+) -> ShardingPlan:
     """Decide how parameters are sharded over a mesh.
 
     Args:
         params: The tree of parameters: arrays, or `jax.ShapeDtypeStruct`s.
         axis_sizes: The axes of the mesh and their sizes, such as ``{"data": 4, "model": 2}`` or ``mesh.shape``.
         own_rules: Rules of the user. The first one that matches a parameter decides; parameters that no rule matches are
-            sharded by the names of layers.
+            sharded as the model declares, or else by the names of layers.
+        declared: The `PartitionSpec`s that the model declares, by path; see `raysgd.functions.models.Model`.
+        is_trained: As for `raysgd.functions.trees.list_parameters`.
 
     Raises:
         ConfigError: A leaf has no gradient, or a rule does not fit: it matches no parameter, names an unknown axis or one
             axis twice, has more entries than the parameter has dimensions, or shards a dimension that does not divide.
     """
-    parameters, structure = list_parameters(params)
+    parameters, structure = list_parameters(params, is_trained=is_trained)
     num_shards = axis_sizes.get(MODEL_AXIS, 1)
     choices = choose_by_names(parameters, num_shards)
     whole = Choice(None, None, "a vector, or small" if num_shards > 1 else "one model shard")
     own = _apply_rules(own_rules or (), parameters, axis_sizes)
+    shapes = {path: shape for path, shape, _ in parameters if path not in own}
+    for path, entries in (declared or {}).items():
+        if path not in shapes:
+            continue
+        spec = PartitionSpec(*map(_in_own_axes, entries))
+        if why := _misfit(spec, shapes[path], axis_sizes):
+            raise ConfigError(
+                f"The model declares the sharding {spec} of {'/'.join(path)}, whose shape is {shapes[path]}: {why}. Declare axes "
+                "of the mesh, by flax's logical_axis_rules if their names are logical, or give a rule for this parameter in "
+                "params_sharding_rules."
+            )
+        own[path] = spec, spec, "declared by the model"
     planned = []
     for path, shape, dtype in parameters:
         stored, used, reason = choices.get(path, whole)

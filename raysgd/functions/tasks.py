@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.functions.settings import FitSettings, PredictSettings
+from raysgd.functions.settings import FitSettings, PredictSettings, TaskSettings
 from raysgd.workers.pickling import loads
 
 
@@ -53,6 +53,25 @@ class EvalLossTask:
 
         fitting = Fitting({**loads(self.parts), "like": loads(self.like)}, self.settings, identity=self.parts)
         return fitting.eval_loss()
+
+
+@dataclass(frozen=True)
+class ExportTask:
+    """The train_func of export_ckpt. Attributes are as those of `FitTask`, and the folder to write to."""
+
+    parts: bytes
+    like: bytes
+    settings: TaskSettings
+    folder: str
+
+    @property
+    def __name__(self) -> str:
+        return "export_ckpt"
+
+    def __call__(self) -> None:
+        from raysgd.functions.worker.exporting import export
+
+        export({**loads(self.parts), "like": loads(self.like)}, self.settings, self.folder)
 
 
 @dataclass(frozen=True)

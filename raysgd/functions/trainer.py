@@ -18,13 +18,13 @@ from raysgd.checkpoint.links import best_by
 from raysgd.config.argument_names import refuse_unknown
 from raysgd.config.checks import check_bool, check_count
 from raysgd.errors import ConfigError
-from raysgd.functions.deployer import Deployer
+from raysgd.functions.deployer import Deployer, absolute
 from raysgd.functions.examples import check_callable, check_examples
 from raysgd.functions.kept_checkpoints import KeptCheckpoints, earlier_checkpoints
 from raysgd.functions.left_out import PLACED_IN_WORKERS, log_unused, no_attribute
-from raysgd.functions.predictor import Predictor, check_deployer
-from raysgd.functions.settings import FitSettings
-from raysgd.functions.tasks import EvalLossTask, FitTask
+from raysgd.functions.predictor import Predictor, check_deployer, find_saved
+from raysgd.functions.settings import FitSettings, TaskSettings
+from raysgd.functions.tasks import EvalLossTask, ExportTask, FitTask
 from raysgd.workers.pickling import dumps, dumps_named
 
 _TRAINER_HINTS = {"lr": "give it to the optimizer"}
@@ -60,7 +60,7 @@ class FitResult:
 
     @property
     def params(self) -> Any:
-        """The trained parameters as NumPy arrays, loaded when they are asked for."""
+        """The trained parameters as NumPy arrays, or the module of nnx, loaded when they are asked for."""
         return self._trainer._load_params(*self._source)
 
 
@@ -74,8 +74,10 @@ class Trainer:
         apply_fn: Becomes ``state.apply_fn``.
         loss_fn: ``loss_fn(train_rng, state, params, batch, is_training)`` returns a scalar, the mean over the rows of its
             batch, or ``(loss_sum, weight)``, where the weight counts what the loss is a mean of, such as tokens.
-        params: The tree of parameters, made with JAX or NumPy. It is sent to the workers as NumPy arrays.
-        optimizer: A transformation of optax. With an `optax.MultiSteps`, each batch is a step, and an update takes several steps.
+        params: The tree of parameters, made with JAX or NumPy. It is sent to the workers as NumPy arrays. Or a module of nnx,
+            which functions then get in its place.
+        optimizer: A transformation of optax, or an `nnx.Optimizer`, of which ``tx`` and ``wrt`` are used. With an
+            `optax.MultiSteps`, each batch is a step, and an update takes several steps.
         opt_state: The state of the optimizer to begin with, as `Deployer.load_ckpt` returns it.
         params_sharded: Ignored with a message: arrays are placed in the workers.
         opt_state_sharded: Ignored, as ``params_sharded``.
@@ -157,14 +159,15 @@ class Trainer:
         Raises:
             ConfigError: A leaf is not an array of floating-point numbers, or a sharding rule does not fit.
         """
+        from raysgd.functions.models import Model
         from raysgd.functions.sharding import plan_sharding
-        from raysgd.functions.trees import as_nested_dict, as_numpy, shapes_of
 
-        tree = as_numpy(params)
-        self._like = shapes_of(tree)
-        plan_sharding(self._like, self.deployer.axis_sizes, self._parts["rules"])  # its errors, before workers start
+        model = Model.of(params, self._wrt)
+        self._like = like = model.shapes()
+        # Its errors, before workers start.
+        plan_sharding(like.params, self.deployer.axis_sizes, self._parts["rules"], like.declared)
         #: The newest state: the path of a checkpoint, or nested dicts of NumPy arrays.
-        self._newest: tuple[str | None, Any] = None, {"train_state": {"params": as_nested_dict(tree)}}
+        self._newest: tuple[str | None, Any] = None, {"train_state": model.as_state()}
         self._step = 0
 
     def set_train_state(
@@ -191,9 +194,12 @@ class Trainer:
         Raises:
             ConfigError: An argument cannot work.
         """
-        from raysgd.functions.trees import as_arrays, as_nested_dict
+        from raysgd.functions.trees import as_nested_dict, as_numbers
         from raysgd.functions.worker.train_state import accumulates
 
+        self._wrt = getattr(optimizer, "wrt", None)
+        if self._wrt is not None:  # an nnx.Optimizer
+            optimizer = optimizer.tx
         if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
             raise ConfigError(
                 f"optimizer={optimizer!r:.80} is not an optimizer of optax: give one such as optax.adam(1e-3)."
@@ -204,19 +210,24 @@ class Trainer:
         number = self._given_accumulate
         #: Batches that an update takes, and steps of the optimizer for an update.
         self._accumulate, self._steps_per_update = (
-            (1, number) if accumulates(optimizer, self._like) else (number or 1, 1)
+            (1, number) if accumulates(optimizer, self._like.params) else (number or 1, 1)
         )
         if self._accumulate > 1 and self._parts["train_step_fn"] is not None:
             raise ConfigError(
                 "accumulate_grad_batches and train_step_fn exclude each other: an own step gets the whole batch; let it "
                 "compute the batch in parts, or give an optax.MultiSteps."
             )
+        if self._like.is_module and self._parts["train_step_fn"] is not None:
+            raise ConfigError(
+                "train_step_fn gets a tree of parameters, and params is a module of nnx: give the state of "
+                "nnx.split(model, nnx.Param), and let the functions merge it."
+            )
         state = self._newest[1]["train_state"]
         if step or opt_state is not None:
             self._step = int(step)
             state["step"] = np.asarray(step, np.int32)
         if opt_state is not None:
-            state["opt_state"] = as_nested_dict(as_arrays(opt_state))
+            state["opt_state"] = as_nested_dict(as_numbers(opt_state))
 
     @property
     def state(self) -> Any:
@@ -229,9 +240,10 @@ class Trainer:
         saved, optimizer = self._load(*self._newest), self._parts["optimizer"]
         opt_state = saved.get("opt_state")
         if opt_state is not None:
-            opt_state = from_nested_dict(opt_state, jax.eval_shape(optimizer.init, self._like))
-        params = from_nested_dict(saved["params"], self._like)
-        return StepState(self._step, params, opt_state, self._parts["apply_fn"], optimizer)
+            opt_state = from_nested_dict(opt_state, jax.eval_shape(optimizer.init, self._like.params))
+        return StepState(
+            self._step, self._like.with_arrays(saved).params, opt_state, self._parts["apply_fn"], optimizer
+        )
 
     @property
     def step(self) -> int:
@@ -259,14 +271,12 @@ class Trainer:
 
     @property
     def params(self) -> Any:
-        """The newest parameters, as NumPy arrays."""
+        """The newest parameters, as NumPy arrays; a module of nnx if one was given."""
         return self._load_params(*self._newest)
 
     def _load_params(self, path: str | None, state: Any) -> Any:
-        """Return the tree of parameters of a checkpoint, or of a state."""
-        from raysgd.functions.trees import from_nested_dict
-
-        return from_nested_dict(self._load(path, state)["params"], self._like)
+        """Return the tree of parameters, or the module, of a checkpoint, or of a state."""
+        return self._like.from_state(self._load(path, state), self.deployer.jax_seed)
 
     def _load(self, path: str | None, state: Any) -> Any:
         return (state if path is None else Checkpoint.from_path(path).load())["train_state"]
@@ -275,7 +285,8 @@ class Trainer:
         """Return where the newest parameters are, for a `Predictor`: a path or a state, and their shapes."""
         path, state = self._newest
         if path is None:
-            state = {"train_state": {"params": state["train_state"]["params"]}}
+            kept = ("params", "model_state")
+            state = {"train_state": {name: each for name, each in state["train_state"].items() if name in kept}}
         return path, state, self._like
 
     @leaves_raysgd
@@ -290,6 +301,37 @@ class Trainer:
         """
         predictor = Predictor(self.deployer, self._parts["collate_fn"], pred_fn, output_fn, self._parts["rules"])
         return predictor._use_params_of(self._newest_params)
+
+    @leaves_raysgd
+    def export_ckpt(
+        self, ckpt_dir: str | os.PathLike[str], ckpt: str | os.PathLike[str] | Checkpoint | None = None
+    ) -> None:
+        """Write a checkpoint for orbax, which its ``StandardCheckpointer`` restores. Each worker writes its shards.
+
+        It is a dict of ``step``, ``params``, ``opt_state``, ``rng`` and, of a module of nnx, ``model_state``, with the structures
+        of flax and optax. `Deployer.load_ckpt` reads it, too.
+
+        Args:
+            ckpt_dir: A folder that all workers reach and that does not exist yet, such as ``{folder}/{step}/default`` for a
+                CheckpointManager.
+            ckpt: The checkpoint of `fit` to export, or its path. None: the newest state.
+
+        Raises:
+            CheckpointError: There is something at ``ckpt_dir``.
+            CheckpointNotFoundError: There is no such checkpoint.
+        """
+        folder = absolute(os.fspath(ckpt_dir))
+        path, state = self._newest if ckpt is None else find_saved(ckpt, self._like)
+        settings = TaskSettings(
+            jax_seed=self.deployer.jax_seed,
+            n_model_shards=self.deployer.n_model_shards,
+            num_workers=self.deployer.num_workers,
+            collate_per_worker=self.deployer.collate_per_worker,
+            start=path,
+        )
+        parts = {name: self._parts[name] for name in ("rules", "optimizer")}
+        task = ExportTask(dumps_named(parts, "the trainer's functions"), dumps(self._like), settings, folder)
+        self.deployer.runs.run(task, {"ckpt_dir": folder}, {}, start=state)
 
     # ---------------------------------------------------------------------------------------------------- training
 

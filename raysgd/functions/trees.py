@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from raysgd.errors import ConfigError
+from raysgd.functions.stored_arrays import StoredArray
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -20,25 +22,29 @@ class Parameter(NamedTuple):
     dtype: Any
 
 
-def list_parameters(params: Any) -> tuple[list[Parameter], Any]:
+def list_parameters(params: Any, *, is_trained: bool = True) -> tuple[list[Parameter], Any]:
     """Return the parameters in the order of `jax.tree.leaves`, and the structure of the tree.
 
+    Args:
+        params: The tree.
+        is_trained: Whether they are trained, so that they must be floating-point numbers.
+
     Raises:
-        ConfigError: The tree is empty, or a leaf is not an array of floating-point numbers.
+        ConfigError: The tree is empty, or a leaf is not an array of such numbers.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     if not leaves:
         raise ConfigError("params has no arrays: give the tree of parameters of a model.")
     found = []
     for keys, leaf in leaves:
-        path = _path_of(keys) or ("params",)  # a tree may be a single array
+        path = tuple(map(str, keys_of(keys))) or ("params",)  # a tree may be a single array
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if shape is None or dtype is None:
             raise ConfigError(f"params: {'/'.join(path)} is of type {type(leaf).__name__}: give an array.")
-        if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
+        if is_trained and not jax.numpy.issubdtype(dtype, jax.numpy.floating):
             raise ConfigError(
-                f"params: {'/'.join(path)} has dtype {dtype}, which has no gradient: keep it out of params, for example with "
-                "nnx.split(model, nnx.Param, ...)."
+                f"params: {'/'.join(path)} has dtype {dtype}, which has no gradient: keep it out of params. A whole module "
+                "of nnx may be given, whose nnx.Param are trained."
             )
         found.append(Parameter(path, tuple(shape), dtype))
     return found, structure
@@ -49,11 +55,11 @@ def key_of(key: Any) -> Any:
     return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
 
 
-def _path_of(keys: Any) -> tuple[str, ...]:
-    # Variables of nnx, and boxed values of linen, are nodes with one field.
-    if len(keys) > 1 and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name in ("value", "raw_value"):
-        keys = keys[:-1]
-    return tuple(str(key_of(key)) for key in keys)
+def keys_of(path: Any) -> tuple[Any, ...]:
+    """Return the keys from the root to a leaf, without that of the field of a variable of nnx or a box of linen."""
+    if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in ("value", "raw_value"):
+        path = path[:-1]
+    return tuple(map(key_of, path))
 
 
 def shapes_of(tree: Any) -> Any:
@@ -62,23 +68,32 @@ def shapes_of(tree: Any) -> Any:
 
 
 def as_numpy(params: Any) -> Any:
-    """Return a tree of parameters as NumPy arrays of the types that JAX uses. It makes no JAX array.
+    """Return a tree of parameters as NumPy arrays of the types that JAX uses, or arrays in files. It makes no JAX array.
 
     Raises:
         ConfigError: The tree is empty, or a leaf is not an array of floating-point numbers.
     """
     list_parameters(params)
+    return as_numbers(params)
 
-    def convert(leaf: Any) -> Any:
-        array = np.asarray(leaf)
+
+def as_numbers(tree: Any) -> Any:
+    """Return a tree of arrays, or numbers, as NumPy arrays of the types that JAX uses, or arrays in files.
+
+    Raises:
+        ConfigError: A leaf has no numbers.
+    """
+
+    def convert(keys: Any, leaf: Any) -> Any:
+        dtype = getattr(leaf, "dtype", None)
+        is_key = dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+        if is_key or isinstance(leaf, jax.ShapeDtypeStruct):
+            kind = "a random key" if is_key else "a shape without values"
+            raise ConfigError(f"params: {'/'.join(map(str, keys_of(keys)))} is {kind}: give an array of numbers.")
+        array = leaf if isinstance(leaf, StoredArray) else np.asarray(leaf)
         return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)  # float64 becomes float32
 
-    return jax.tree.map(convert, params)
-
-
-def as_arrays(tree: Any) -> Any:
-    """Return a tree of arrays, or numbers, as NumPy arrays."""
-    return jax.tree.map(np.asarray, tree)
+    return jax.tree_util.tree_map_with_path(convert, tree)
 
 
 def float_name(argument: str, dtype: Any) -> str:
@@ -114,7 +129,8 @@ def from_nested_dict(nested: Any, like: Any) -> Any:
     leaves = []
     for keys, _ in paths:
         node = nested
-        for key in keys:
-            node = node[key_of(key)]
+        for key in map(key_of, keys):
+            if isinstance(node, Mapping) or key != "value":  # a variable of nnx may have been saved as its value
+                node = node[key if key in node else str(key)]  # orbax has texts as keys
         leaves.append(node)
     return jax.tree_util.tree_unflatten(structure, leaves)

@@ -63,7 +63,7 @@ def _restored(place: str, value: Any, target: Any) -> Any:
 
 
 def _array(value: Any) -> Any:
-    return value if isinstance(value, SavedArray) else np.asarray(value)
+    return value if hasattr(value, "read") else np.asarray(value)  # or an array that is read in slices
 
 
 def _on_devices(value: Any, sharding: Any) -> Any:

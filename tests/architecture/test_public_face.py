@@ -46,7 +46,7 @@ PUBLIC = {
         CausalLM Conversations collate
     """.split(),
     "raysgd.functions": """
-        Deployer FitResult Predictor Trainer
+        Deployer FitResult Predictor StoredArray Trainer open_safetensors
     """.split(),
     "raysgd.torch": """
         PreparedLoader checksums device export logical_steps mesh prepare_data_loader prepare_model prepare_optimizer restore

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import raysgd
 from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.config import CheckpointConfig
+from raysgd.session import api
 from raysgd.trainer.resume_from import FoundCheckpoint
+from raysgd.workers.pickling import dumps, loads
 
 
 class LocalRuns:
@@ -33,15 +37,19 @@ class LocalRuns:
         checkpoint_config: CheckpointConfig | None = None,
     ) -> Any:
         self._number += 1
-        with raysgd.local(dataset=dataset or None, dir=self._store.storage.path_of("")):
-            if start is not None:
-                held = start.checkpoint if isinstance(start, FoundCheckpoint) else None
-                raysgd.save_checkpoint(start if held is None else held.load())
-            try:
-                return task()
-            finally:
-                if start is not None:  # a run of workers does not save what it begins with
-                    self._store.delete(1)
+        with raysgd.local(dataset=dataset or None, dir=self._store.storage.path_of("")), ExitStack() as stack:
+            if isinstance(start, FoundCheckpoint):
+                assert start.checkpoint is not None
+                raysgd.save_checkpoint(start.checkpoint.load())
+                stack.callback(self._store.delete, 1)  # a run of workers does not save what it begins with
+            elif start is not None:
+                load = api.load_checkpoint
+                stack.enter_context(
+                    mock.patch.object(
+                        api, "load_checkpoint", lambda *path: load(*path) if path else loads(dumps(start))
+                    )
+                )
+            return task()
 
     @property
     def run_dir(self) -> str:

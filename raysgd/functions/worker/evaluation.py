@@ -49,6 +49,7 @@ def predict(
     batches: Iterable[HostBatch],
     output_fn: Callable[[Any], Any] | None,
     *,
+    model_state: Any = None,
     seed: int,
     is_first_rank: bool,
     keeps_examples: bool = True,
@@ -60,6 +61,7 @@ def predict(
         params: The parameters, placed on the devices.
         batches: The batches, whose padding is dropped.
         output_fn: The user's function, or None.
+        model_state: The variables of the model that are not trained, placed on the devices, or None.
         is_first_rank: Whether this process is rank 0.
         seed: Of the keys that ``pred_fn`` gets; they depend on it and on the batch alone.
         keeps_examples: Whether to return the examples, too.
@@ -70,7 +72,8 @@ def predict(
     found = Predictions([], [])
     for batch in batches:
         key = jax.random.fold_in(jax.random.PRNGKey(seed), batch.refs[0].row)
-        predicted = steps.predict(key, params, steps.place_batch(batch.arrays, batch.num_rows, batch.rows))
+        placed = steps.place_batch(batch.arrays, batch.num_rows, batch.rows)
+        predicted = steps.predict(key, params, placed, model_state)
         rows = jax.tree.map(lambda array, batch=batch: _own_rows(array, batch), predicted)
         if is_first_rank:
             found.outputs.extend(_as_list(rows, len(batch.refs), output_fn))

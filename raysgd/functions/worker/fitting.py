@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from raysgd._util.logs import get_logger
 from raysgd.data.dataset import WorkerDataset
@@ -23,7 +22,6 @@ from raysgd.functions.examples import call_by_name
 from raysgd.functions.metrics import PREFIX, TRAIN_LOSS, as_metrics, check_wanted
 from raysgd.functions.settings import FitSettings
 from raysgd.functions.sharding import DATA_AXIS, plan_sharding
-from raysgd.functions.trees import from_nested_dict
 from raysgd.functions.worker.batches import BatchesByEpoch, ExampleBatches
 from raysgd.functions.worker.evaluation import Predictions, compute_loss, predict, write_evaluation
 from raysgd.functions.worker.predicting import load_start, rows_on_all_devices
@@ -40,7 +38,7 @@ class Fitting(Stepper):
     """A training from its newest checkpoint, or from its beginning, to its end.
 
     Args:
-        parts: ``like`` (the shapes of the parameters), ``rules``, ``optimizer``, ``apply_fn``, ``lr_schedule_fn`` and the user's
+        parts: ``like`` (a `Model` of shapes), ``rules``, ``optimizer``, ``apply_fn``, ``lr_schedule_fn`` and the user's
             functions: ``collate_fn``, ``loss_fn``, ``train_step_fn``, ``eval_metric_fn``, ``train_examples`` (None if they are
             a list), and ``predictor``, None or a dict of its three functions.
         settings: The settings.
@@ -107,7 +105,8 @@ class Fitting(Stepper):
     def _set_up(self) -> None:
         parts, settings = self._parts, self._settings
         mesh = mesh_of(settings.n_model_shards)
-        plan = plan_sharding(parts["like"], dict(mesh.shape), parts["rules"])
+        model = parts["like"]
+        plan = plan_sharding(model.params, dict(mesh.shape), parts["rules"], model.declared)
         rows = rows_on_all_devices(settings.per_device_batch_size, settings, settings.num_workers)
         rows *= settings.accumulate_grad_batches
         self._warn_of_rows(rows, mesh.shape[DATA_AXIS])
@@ -115,7 +114,7 @@ class Fitting(Stepper):
         num_parts = math.ceil(rows / (settings.per_device_batch_size * mesh.shape[DATA_AXIS]))
         self._steps = find_steps(
             plan,
-            ("fit", self._identity, num_parts, settings.compute_dtype, settings.steps_per_update),
+            ("fit", self._identity, model.definition, num_parts, settings.compute_dtype, settings.steps_per_update),
             lambda: Steps(
                 mesh,
                 plan,
@@ -127,6 +126,7 @@ class Fitting(Stepper):
                 compute_dtype=settings.compute_dtype,
                 train_step_fn=parts["train_step_fn"],
                 steps_per_update=settings.steps_per_update,
+                model=model,
             ),
         )
         self._pred_steps: Steps | None = None
@@ -147,7 +147,9 @@ class Fitting(Stepper):
         self._loss_batches = ExampleBatches(dataset, collate_fn, self._steps, eval_rows, **common)
         if (predictor := parts["predictor"]) is not None:
             self._pred_steps = find_steps(
-                plan, ("evaluate", self._identity), lambda: Steps(mesh, plan, pred_fn=predictor["pred_fn"])
+                plan,
+                ("evaluate", self._identity, model.definition),
+                lambda: Steps(mesh, plan, pred_fn=predictor["pred_fn"], model=model),
             )
             self._pred_batches = ExampleBatches(
                 dataset, predictor["collate_fn"], self._pred_steps, eval_rows, pads=True, **common
@@ -171,19 +173,14 @@ class Fitting(Stepper):
                 "fit(resume_from=...) needs a checkpoint of raysgd.functions: this one has no train_state."
             )
         state, progress = saved["train_state"], saved.get("progress")
-        if "step" not in state:
-            self._state = steps.make_state(from_nested_dict(state["params"], self._parts["like"]), settings.jax_seed)
-        else:
-            given = None if progress is None else progress["hyperparameters"]
-            self._state = steps.restore_state(
-                {"rng": np.asarray(jax.random.PRNGKey(settings.jax_seed)), **state}, given
+        given = None if progress is None else progress["hyperparameters"]
+        self._state = steps.load_state(state, settings.jax_seed, given)
+        if "step" in state and "opt_state" not in state and self._is_first:
+            get_logger().warning(
+                "the checkpoint was saved with save_opt_states=False: the optimizer starts with a new state at step %d, and "
+                "its schedule continues.",
+                int(self._state.step),
             )
-            if "opt_state" not in state and self._is_first:
-                get_logger().warning(
-                    "the checkpoint was saved with save_opt_states=False: the optimizer starts with a new state at step %d, and "
-                    "its schedule continues.",
-                    int(self._state.step),
-                )
         if progress is None:
             self.position = LoopPosition(epoch=settings.first_epoch, steps=int(self._state.step))
             self._restore_batches(Position(epoch=settings.first_epoch))
@@ -268,6 +265,7 @@ class Fitting(Stepper):
                 self._state.params,
                 [self._pred_batches.first()] if only_first else self._pred_batches,
                 parts["predictor"]["output_fn"],
+                model_state=self._state.model_state,
                 seed=settings.jax_seed,
                 is_first_rank=self._is_first,
             )

@@ -52,27 +52,29 @@ def as_loss(returned: Any, num_rows: int) -> Loss:
 
 
 def sum_of_losses(
-    loss_of: Callable[[Any, Any, Any], Loss], params: Any, rng: Any, stacks: list[Any]
-) -> tuple[Loss, Any]:
+    loss_of: Callable[..., tuple[Loss, Any]], params: Any, model_state: Any, rng: Any, stacks: list[Any]
+) -> tuple[Loss, Any, Any]:
     """Add up losses and gradients of micro-batches.
 
     Args:
-        loss_of: Returns the loss of ``(params, rng, micro_batch)``.
+        loss_of: Returns the loss of ``(params, model_state, rng, micro_batch)``, and the new ``model_state``.
         params: The tree of parameters.
+        model_state: What the model changes itself, from one micro-batch to the next; a tree of arrays, or None.
         rng: The key of the step; each micro-batch gets one for its rows.
         stacks: Trees of arrays of shape (micro-batches, rows, ...). A micro-batch has every n-th row of a stack of n.
 
     Returns:
-        The sum of the losses, and the gradient of its total in the structure of ``params``, at least in float32.
+        The sum of the losses, the gradient of its total in the structure of ``params``, at least in float32, and the new
+        ``model_state``.
     """
 
-    def step(params: Any, rng: Any, micro_batch: Any) -> tuple[Loss, Any]:
+    def step(model_state: Any, rng: Any, micro_batch: Any) -> tuple[tuple[Loss, Any], Any]:
         def total_of(params: Any) -> tuple[Any, Any]:
-            loss = loss_of(params, rng, micro_batch)
-            return loss.total, loss.weight
+            loss, new = loss_of(params, model_state, rng, micro_batch)
+            return loss.total, (loss.weight, new)
 
-        (total, weight), grads = jax.value_and_grad(total_of, has_aux=True)(params)
-        return Loss(total, weight), grads
+        (total, (weight, new)), grads = jax.value_and_grad(total_of, has_aux=True)(params)
+        return (Loss(total, weight), grads), new
 
     sizes = [jax.tree.leaves(stack)[0].shape[:2] for stack in stacks]
     num_all = sum(length * rows for length, rows in sizes)
@@ -81,20 +83,20 @@ def sum_of_losses(
     for stack, (length, rows) in zip(stacks, sizes, strict=True):
         key_of = functools.partial(key_of_rows, rng, stride=length, num_rows=rows, num_all=num_all)
         if length == 1:
-            new = step(params, key_of(first), jax.tree.map(lambda array: array[0], stack))
+            new, model_state = step(model_state, key_of(first), jax.tree.map(lambda array: array[0], stack))
         else:
-            new = _scanned(step, params, key_of, stack, first, length)
+            new, model_state = _scanned(step, params, model_state, key_of, stack, first, length)
         found = new if found is None else jax.tree.map(jnp.add, found, new)
         first += length * rows
-    return found  # type: ignore[no-any-return]
+    return *found, model_state
 
 
-def _scanned(step: Any, params: Any, key_of: Any, stack: Any, first: int, length: int) -> Any:
-    def body(summed: Any, numbered: Any) -> tuple[Any, None]:
-        number, micro_batch = numbered
-        new = step(params, key_of(number), micro_batch)
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), summed, new), None
+def _scanned(step: Any, params: Any, model_state: Any, key_of: Any, stack: Any, first: int, length: int) -> Any:
+    def body(carried: Any, numbered: Any) -> tuple[Any, None]:
+        (summed, model_state), (number, micro_batch) = carried, numbered
+        new, model_state = step(model_state, key_of(number), micro_batch)
+        return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), summed, new), model_state), None
 
     zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.promote_types(param.dtype, jnp.float32)), params)
     start = (Loss(jnp.float32(0), jnp.float32(0)), zeros)
-    return jax.lax.scan(body, start, (first + jnp.arange(length), stack))[0]
+    return jax.lax.scan(body, (start, model_state), (first + jnp.arange(length), stack))[0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from raysgd.functions.models import Model
 from raysgd.functions.settings import PredictSettings, TaskSettings
 from raysgd.functions.sharding import plan_sharding
 from raysgd.functions.trees import shapes_of
@@ -36,17 +37,19 @@ def predict_all(parts: Mapping[str, Any], settings: PredictSettings, identity: b
     """Predict all examples; the result is that of rank 0.
 
     Args:
-        parts: ``collate_fn``, ``pred_fn``, ``output_fn``, ``like`` (the shapes of the parameters, or None) and ``rules``.
+        parts: ``collate_fn``, ``pred_fn``, ``output_fn``, ``like`` (a `Model` of shapes, or None) and ``rules``.
         settings: The settings.
         identity: Equal for equal functions; see `find_steps`.
     """
     start = load_start(settings)
-    saved = start["train_state"]["params"]
-    like = shapes_of(saved) if parts["like"] is None else parts["like"]
+    saved = start["train_state"]
+    model = parts["like"] or Model(shapes_of(saved["params"]))
     mesh = mesh_of(settings.n_model_shards)
-    plan = plan_sharding(like, dict(mesh.shape), parts["rules"])
-    steps = find_steps(plan, ("predict", identity), lambda: Steps(mesh, plan, pred_fn=parts["pred_fn"]))
-    params = steps.restore_params(saved)
+    plan = plan_sharding(model.params, dict(mesh.shape), parts["rules"], model.declared)
+    steps = find_steps(
+        plan, ("predict", identity, model.definition), lambda: Steps(mesh, plan, pred_fn=parts["pred_fn"], model=model)
+    )
+    params, model_state = steps.restore_params(saved)
     rows = rows_on_all_devices(settings.per_device_batch_size, settings, api.world_size())
     dataset = api.get_dataset(EXAMPLES)
     batches = ExampleBatches(
@@ -60,6 +63,13 @@ def predict_all(parts: Mapping[str, Any], settings: PredictSettings, identity: b
     )
     is_first = api.world_rank() == 0
     found = predict(
-        steps, params, batches, parts["output_fn"], seed=settings.jax_seed, is_first_rank=is_first, keeps_examples=False
+        steps,
+        params,
+        batches,
+        parts["output_fn"],
+        model_state=model_state,
+        seed=settings.jax_seed,
+        is_first_rank=is_first,
+        keeps_examples=False,
     )
     return found.outputs

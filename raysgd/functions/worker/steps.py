@@ -25,7 +25,9 @@ from raysgd.backends.jax import held_with_devices
 from raysgd.config.checks import check_count
 from raysgd.errors import ConfigError
 from raysgd.functions.examples import call_by_name
-from raysgd.functions.sharding import DATA_AXIS, MODEL_AXIS, ShardingPlan
+from raysgd.functions.models import Model
+from raysgd.functions.sharding import DATA_AXIS, MODEL_AXIS, ShardingPlan, plan_sharding
+from raysgd.functions.stored_arrays import StoredArray
 from raysgd.functions.worker.losses import Loss, as_loss, sum_of_losses
 from raysgd.functions.worker.random_rows import key_of_rows
 from raysgd.functions.worker.train_state import (
@@ -42,6 +44,7 @@ from raysgd.functions.worker.train_state import (
     zero_shardings,
 )
 from raysgd.jax.meshes import mesh as make_mesh
+from raysgd.jax.restoring import restore
 
 LossFn: TypeAlias = "Callable[..., Any]"
 PredFn: TypeAlias = "Callable[..., Any]"
@@ -107,6 +110,7 @@ class Steps:
         steps_per_update: How many steps the optimizer takes for one update of the parameters, more than one with
             `optax.MultiSteps`; None: that is not known.
         train_step_fn: The user's own step, in place of loss, gradient and update; see `raysgd.functions.Trainer`.
+        model: The model whose parameters the plan is for; None: a tree with the structure of the plan.
 
     Attributes:
         num_compilations: How often each step has been compiled, by name; since `find_steps` returned these steps.
@@ -126,6 +130,7 @@ class Steps:
         compute_dtype: str | None = None,
         train_step_fn: Callable[..., Any] | None = None,
         steps_per_update: int | None = 1,
+        model: Model | None = None,
     ) -> None:
         if dict(mesh.shape) != dict(plan.axis_sizes):
             raise ConfigError(f"The plan is for a mesh of {dict(plan.axis_sizes)}; this mesh has {dict(mesh.shape)}.")
@@ -146,7 +151,13 @@ class Steps:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), plan.specs)
         self._zero_params = zero_shardings(mesh, plan)
-        self._like = None if optimizer is None else state_like(mesh, plan, optimizer, apply_fn)
+        self._model = model or Model(plan.specs)
+        state_plan = None
+        if (others := self._model.model_state) is not None:
+            state_plan = plan_sharding(others, plan.axis_sizes, declared=self._model.declared, is_trained=False)
+        self._others_like = None if state_plan is None else params_like(mesh, state_plan)
+        self._others = jax.tree.map(lambda leaf: leaf.sharding, self._others_like)
+        self._like = None if optimizer is None else state_like(mesh, plan, optimizer, apply_fn, self._others_like)
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self._like)
         self._own_step_fn = train_step_fn
         self._steps_per_update = steps_per_update
@@ -176,19 +187,21 @@ class Steps:
         """Place parameters on the mesh. Each process reads what its devices need of its own, whole arrays."""
         return jax.tree.map(_placed, params, self._params)
 
-    def make_state(self, params: Any, rng: Any) -> TrainState:
+    def make_state(self, params: Any, rng: Any, model_state: Any = None) -> TrainState:
         """Make the state at the beginning of a training.
 
         Args:
             params: The tree of parameters, whole arrays.
             rng: A key of `jax.random.PRNGKey` or `jax.random.key`, or a seed.
+            model_state: The variables of the model that are not trained, whole arrays.
         """
         if self._optimizer is None or self._shardings is None:
             raise ConfigError("There is no training state without an optimizer: give Steps(optimizer=...).")
         # Donated to the first step, so arrays of the caller must not be shared.
-        placed = self.place_params(jax.tree.map(np.array, params))
+        placed = self.place_params(jax.tree.map(_copied, params))
+        others = jax.tree.map(_placed, jax.tree.map(_copied, model_state), self._others)
         step = _placed(np.zeros((), np.int32), self._replicated)
-        return TrainState(step, placed, self._init(placed, step), self._placed_key(rng), self._apply_fn)
+        return TrainState(step, placed, self._init(placed, step), self._placed_key(rng), others, self._apply_fn)
 
     def given_hyperparameters(self) -> dict[str, Any]:
         """Return the settings that the program has given to `optax.inject_hyperparams`, by their place in the state."""
@@ -215,7 +228,9 @@ class Steps:
         wanted = {"step": like.step, "params": like.params, "rng": like.rng}
         if "opt_state" in saved:
             wanted["opt_state"] = like.opt_state
-        found = restore_arrays({name: saved[name] for name in wanted}, wanted)
+        if like.model_state is not None:
+            wanted["model_state"] = like.model_state
+        found = restore_arrays({name: saved.get(name, {}) for name in wanted}, wanted)
         opt_state = found.get("opt_state")
         if "opt_state" not in wanted:
             if self._steps_per_update is None and int(found["step"]):
@@ -234,11 +249,26 @@ class Steps:
             opt_state = set_hyperparameters(
                 opt_state, {name: _placed(value, own[name].sharding) for name, value in changed.items()}
             )
-        return TrainState(found["step"], found["params"], opt_state, found["rng"], self._apply_fn)
+        others = found.get("model_state")
+        return TrainState(found["step"], found["params"], opt_state, found["rng"], others, self._apply_fn)
 
-    def restore_params(self, saved: Any) -> Any:
-        """Place saved parameters on this mesh; each process reads what its devices need."""
-        return restore_arrays(saved, params_like(self._mesh, self._plan))
+    def load_state(self, saved: Mapping[str, Any], seed: int, given: Mapping[str, Any] | None = None) -> TrainState:
+        """Make the state of a ``train_state``: one that was saved, or parameters alone, with which a training begins.
+
+        Args:
+            saved: The ``train_state``.
+            seed: Of a random key, if it has none.
+            given: As for `restore_state`.
+        """
+        if "step" in saved:
+            return self.restore_state({"rng": np.asarray(jax.random.PRNGKey(seed)), **saved}, given)
+        model = self._model.with_arrays(saved)
+        return self.make_state(model.params, seed, model.model_state)
+
+    def restore_params(self, saved: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Place the parameters and the ``model_state`` of a saved state; each process reads what its devices need."""
+        params = restore_arrays(saved["params"], params_like(self._mesh, self._plan))
+        return params, restore_arrays(saved.get("model_state", {}), self._others_like)
 
     def local_rows(self, num_rows: int) -> slice:
         """Return which rows of a batch the devices of this process need: those that this process must collate.
@@ -298,9 +328,9 @@ class Steps:
         """Return the sum of the loss over a batch, and its weight: rows, or what loss_fn returned. Their ratio is the loss."""
         return self._eval(state, batch)  # type: ignore[no-any-return]
 
-    def predict(self, rng: Any, params: Any, batch: Any) -> Any:
+    def predict(self, rng: Any, params: Any, batch: Any, model_state: Any = None) -> Any:
         """Return what pred_fn returns, replicated, so that every process can read all rows."""
-        return self._predict(self._placed_key(rng), params, batch)
+        return self._predict(self._placed_key(rng), params, batch, model_state)
 
     def lower_train(self, batch: Any) -> Any:
         """Lower the training step for batches like this one, from shapes alone: ``.compile().as_text()`` is its HLO."""
@@ -309,17 +339,18 @@ class Steps:
     def lower_predict(self, batch: Any) -> Any:
         """Lower the prediction step for batches like this one, from shapes alone."""
         key = key_like(self._mesh)
-        return self._predict.lower(key, params_like(self._mesh, self._plan), self._batch_like(batch))
+        return self._predict.lower(key, params_like(self._mesh, self._plan), self._batch_like(batch), self._others_like)
 
     def _train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         self.num_compilations["train"] += 1
         assert self._optimizer is not None and self._shardings is not None
         next_rng, train_rng = jax.random.split(state.rng)
 
-        def loss_of(params: Any, rng: Any, micro_batch: Any) -> Loss:
-            return self._loss(rng, state, params, micro_batch, is_training=True)
+        def loss_of(params: Any, model_state: Any, rng: Any, micro_batch: Any) -> tuple[Loss, Any]:
+            return self._loss(rng, state, params, model_state, micro_batch, is_training=True)
 
-        loss, grads = sum_of_losses(loss_of, state.params, train_rng, self._split(batch))
+        batches = self._split(batch)
+        loss, grads, others = sum_of_losses(loss_of, state.params, state.model_state, train_rng, batches)
         scale = jnp.where(loss.weight == 0, 0, 1 / loss.weight)  # a batch in which nothing counts changes nothing
         grads = jax.tree.map(lambda grad, param: (grad * scale).astype(param.dtype), grads, state.params)
         grad_norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
@@ -333,7 +364,8 @@ class Steps:
             metrics["learning_rate"] = jnp.asarray(
                 self._schedule(state.step // (self._steps_per_update or 1)), jnp.float32
             )
-        return TrainState(state.step + 1, params, opt_state, next_rng, state.apply_fn), metrics
+        others = self._constrain(others, self._others)
+        return TrainState(state.step + 1, params, opt_state, next_rng, others, state.apply_fn), metrics
 
     def _own_train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         self.num_compilations["train"] += 1
@@ -361,34 +393,39 @@ class Steps:
         )
         params = self._constrain(params, self._params)
         opt_state = self._constrain(opt_state, self._shardings.opt_state)
-        return TrainState(state.step + 1, params, opt_state, next_rng, state.apply_fn), metrics
+        return TrainState(state.step + 1, params, opt_state, next_rng, state.model_state, state.apply_fn), metrics
 
     def _eval_step(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
         self.num_compilations["eval_loss"] += 1
         rows = num_rows_of(batch)
         key = key_of_rows(state.rng, 0, stride=1, num_rows=rows, num_all=rows)
-        loss = self._loss(key, state, state.params, batch, is_training=False)
+        loss, _ = self._loss(key, state, state.params, state.model_state, batch, is_training=False)
         return loss.total, loss.weight
 
-    def _pred_step(self, rng: Any, params: Any, batch: Any) -> Any:
+    def _pred_step(self, rng: Any, params: Any, batch: Any, model_state: Any) -> Any:
         self.num_compilations["predict"] += 1
         if self._pred_fn is None:
             raise ConfigError("There is no pred_fn: give Steps(pred_fn=...).")
-        return call_by_name(self._pred_fn, rng=rng, params=self._as_used(params), batch=batch)
+        model = self._model.build(self._as_used(params), model_state, rng, is_training=False)
+        return call_by_name(self._pred_fn, rng=rng, **{self._name: model}, batch=batch)
 
-    def _loss(self, rng: Any, state: TrainState, params: Any, batch: Any, *, is_training: bool) -> Loss:
+    def _loss(
+        self, rng: Any, state: TrainState, params: Any, model_state: Any, batch: Any, *, is_training: bool
+    ) -> tuple[Loss, Any]:
         if self._loss_fn is None:
             raise ConfigError("There is no loss_fn: give Steps(loss_fn=...).")
         num_rows = num_rows_of(batch)  # loss_fn may take arrays out of the dict
+        computed = self._as_used(self._as_computed(params))
+        model = self._model.build(computed, model_state, rng, is_training=is_training)
         returned = call_by_name(
-            self._loss_fn,
-            rng=rng,
-            state=state,
-            params=self._as_used(self._as_computed(params)),
-            batch=batch,
-            is_training=is_training,
+            self._loss_fn, rng=rng, state=state, **{self._name: model}, batch=batch, is_training=is_training
         )
-        return as_loss(returned, num_rows)
+        return as_loss(returned, num_rows), self._model.state_of(model)
+
+    @property
+    def _name(self) -> str:
+        """What functions may call their argument of the model."""
+        return "model" if self._model.is_module else "params"
 
     def _as_computed(self, params: Any) -> Any:
         dtype = self._compute_dtype
@@ -486,6 +523,8 @@ def _placed(value: Any, sharding: NamedSharding, num_rows: int | None = None, fi
     """Make a global array. If ``num_rows`` is given, ``value`` has rows of it from ``first_row`` on."""
     if isinstance(value, jax.Array) and value.sharding == sharding:
         return value
+    if isinstance(value, StoredArray):
+        return restore(value, like=sharding)
     array = np.asarray(value)
     array = array.astype(
         jax.dtypes.canonicalize_dtype(array.dtype), copy=False
@@ -499,6 +538,10 @@ def _placed(value: Any, sharding: NamedSharding, num_rows: int | None = None, fi
         return array[index]
 
     return jax.make_array_from_callback(shape, sharding, read_shard, dtype=array.dtype)
+
+
+def _copied(array: Any) -> Any:
+    return array if isinstance(array, StoredArray) else np.array(array)
 
 
 def _strided(array: Any, number: int) -> Any:

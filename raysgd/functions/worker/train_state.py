@@ -31,6 +31,7 @@ class TrainState:
         params: The tree of parameters.
         opt_state: The state of the optimizer.
         rng: The random key as `jax.random.PRNGKey` makes it, uint32 of shape (2,). Each update splits it.
+        model_state: The variables of a module of nnx that are not trained, or None.
         apply_fn: The user's function, unchanged. It is not an array, and not saved.
     """
 
@@ -38,6 +39,7 @@ class TrainState:
     params: Any
     opt_state: Any
     rng: Any
+    model_state: Any = None
     apply_fn: Any = field(default=None, metadata={"static": True})
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,7 +98,13 @@ def zero_shardings(mesh: Mesh, plan: ShardingPlan) -> Any:
     return jax.tree_util.tree_unflatten(plan.structure, [NamedSharding(mesh, spec) for spec in specs])
 
 
-def state_like(mesh: Mesh, plan: ShardingPlan, optimizer: optax.GradientTransformation, apply_fn: Any) -> TrainState:
+def state_like(
+    mesh: Mesh,
+    plan: ShardingPlan,
+    optimizer: optax.GradientTransformation,
+    apply_fn: Any,
+    model_state: Any = None,
+) -> TrainState:
     """Return the state with a `jax.ShapeDtypeStruct` and its sharding for each array."""
     params = params_like(mesh, plan)
     opt_state = jax.eval_shape(optimizer.init, params)
@@ -115,6 +123,7 @@ def state_like(mesh: Mesh, plan: ShardingPlan, optimizer: optax.GradientTransfor
         params,
         jax.tree_util.tree_map_with_path(shard, opt_state),
         key_like(mesh),
+        model_state,
         apply_fn,
     )
 
