@@ -145,7 +145,7 @@ class Steps:
         self._compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), plan.specs)
-        self._zero_params = zero_shardings(mesh, plan)
+        self._zero_params = None if optimizer is None else zero_shardings(mesh, plan, optimizer)
         self._like = None if optimizer is None else state_like(mesh, plan, optimizer, apply_fn)
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self._like)
         self._own_step_fn = train_step_fn
