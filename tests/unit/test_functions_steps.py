@@ -517,8 +517,8 @@ def test_shardings_of_embeddings_and_outputs_do_not_spread_to_blocks(make: Any, 
     ("returned", "message"),
     [
         (
-            lambda batch: batch["x"].sum(axis=1),
-            r"loss_fn returned an array of shape \(16,\)\. Return a scalar, the mean",
+            lambda batch: batch["x"][:3].sum(axis=1),
+            r"loss_fn returned an array of shape \(3,\)\. Return a scalar, the mean",
         ),
         (lambda batch: (batch["x"].sum(), 1.0, 2.0), "loss_fn returned a tuple of 3 values"),
         (lambda batch: (batch["x"].sum(), batch["mask"]), r"an array of shape \(16,\)"),
@@ -527,7 +527,7 @@ def test_shardings_of_embeddings_and_outputs_do_not_spread_to_blocks(make: Any, 
         (lambda batch: batch["y"].sum(), "a loss of dtype int32, which has no gradient"),
     ],
 )
-def test_loss_that_is_no_scalar_and_no_pair_is_refused(mlp: Any, returned: Any, message: str) -> None:
+def test_loss_that_is_neither_of_the_batch_nor_of_its_rows_is_refused(mlp: Any, returned: Any, message: str) -> None:
     steps = steps_for(
         mlp, loss_fn=lambda rng, state, params, batch, is_training: returned(batch), optimizer=optax.sgd(0.1)
     )

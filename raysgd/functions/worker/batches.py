@@ -33,6 +33,7 @@ class HostBatch:
     Attributes:
         refs: All its examples.
         num_rows: The number of rows with padding.
+        full_rows: The rows of the other batches, to which a short last one may be padded; else ``num_rows``.
         arrays: What ``collate_fn`` returned.
         rows: The rows that the arrays have.
         signature: What all ranks must have in common: the names, shapes and types of the arrays, and the values of those that
@@ -41,6 +42,7 @@ class HostBatch:
 
     refs: list[ExampleRef]
     num_rows: int
+    full_rows: int
     arrays: Any
     rows: slice
     signature: str
@@ -125,7 +127,9 @@ class ExampleBatches:
                 f"collate_fn returned arrays of the names, shapes and types {shapes:.300}, and {self._shapes:.300} before. With "
                 "Deployer(collate_per_worker=True) they must be the same in each batch: pad to a fixed length."
             )
-        return HostBatch(refs, num_rows, arrays, rows, f"{shapes} {values}")
+        has_full_batch = not self._per_worker and len(self._batches) > 1
+        full_rows = self._rows if has_full_batch else num_rows
+        return HostBatch(refs, num_rows, full_rows, arrays, rows, f"{shapes} {values}")
 
     def _seed_generators(self, own: list[ExampleRef]) -> None:
         """Seed Python's and NumPy's generators by the batch: processes that hold the same rows must make the same arrays of them.
@@ -136,6 +140,22 @@ class ExampleBatches:
         seed = zlib.crc32(repr((self._seed, epoch, own[0].row, len(own))).encode())
         random.seed(seed)
         np.random.seed(seed)
+
+
+def place_for_loss(steps: Steps, batch: HostBatch, *, is_training: bool) -> tuple[Any, int]:
+    """Place a batch on the devices, and return how many of its rows count.
+
+    A short last batch is padded with copies of its first row if the loss is one of single rows: another shape would be compiled,
+    and rows that do not divide by the devices would be computed by each of them.
+    """
+    missing = batch.full_rows - batch.num_rows
+    if not missing or not steps.is_loss_of_rows(batch.arrays, is_training=is_training):
+        return steps.place_batch(batch.arrays, batch.num_rows, batch.rows), batch.num_rows
+
+    def pad(array: Any) -> Any:
+        return np.concatenate([array, np.repeat(np.asarray(array)[:1], missing, 0)])
+
+    return steps.place_batch(jax.tree.map(pad, batch.arrays), batch.full_rows), batch.num_rows
 
 
 class Agreement:

@@ -20,11 +20,11 @@ from raysgd.data.dataset import WorkerDataset
 from raysgd.data.order.position import Position
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.functions.examples import call_by_name
-from raysgd.functions.metrics import PREFIX, TRAIN_LOSS, as_metrics, check_wanted
+from raysgd.functions.metrics import COMPILATIONS, PREFIX, TRAIN_LOSS, as_metrics, check_wanted
 from raysgd.functions.settings import FitSettings
 from raysgd.functions.sharding import DATA_AXIS, plan_sharding
 from raysgd.functions.trees import from_nested_dict
-from raysgd.functions.worker.batches import BatchesByEpoch, ExampleBatches
+from raysgd.functions.worker.batches import BatchesByEpoch, ExampleBatches, place_for_loss
 from raysgd.functions.worker.evaluation import Predictions, compute_loss, predict, write_evaluation
 from raysgd.functions.worker.predicting import load_start, rows_on_all_devices
 from raysgd.functions.worker.steps import Steps, find_steps, mesh_of
@@ -212,12 +212,15 @@ class Fitting(Stepper):
 
     def train_epoch(self) -> Iterator[None]:
         for batch in self._batches:
-            placed = self._steps.place_batch(batch.arrays, batch.num_rows, batch.rows)
-            self._state, metrics = self._steps.train(self._state, placed)
+            placed, counts = place_for_loss(self._steps, batch, is_training=True), self._steps.num_compilations
+            before = counts["train"]
+            self._state, metrics = self._steps.train(self._state, *placed)
             self._read_metrics()  # of the step before, so that the device has the next one to do
             self._unread = metrics
             shown = {name: value for name, value in metrics.items() if name not in ("step", "weight")}
             self._metrics = {"epoch": self.position.epoch, "step": self.position.steps + 1, **shown}
+            if counts["train"] > before:
+                self._metrics[COMPILATIONS] = counts["train"]
             yield
 
     def report(self) -> None:

@@ -95,7 +95,8 @@ class Steps:
         mesh: A mesh with the axes data and model.
         plan: The plan for the parameters.
         loss_fn: ``loss_fn(train_rng, state, params, batch, is_training)``. It returns a scalar, a mean over the rows of its
-            batch, or ``(loss_sum, weight)``, two scalars. None: there is no loss, only prediction.
+            batch, or ``(loss_sum, weight)``, two scalars; or the same for each row, as arrays. None: there is no loss, only
+            prediction.
         optimizer: Any transformation of optax.
         accumulate_grad_batches: The number of micro-batches that a training batch is split into.
         lr_schedule_fn: The schedule that the optimizer was made with, from the number of updates to the learning rate. It is
@@ -150,6 +151,8 @@ class Steps:
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self._like)
         self._own_step_fn = train_step_fn
         self._steps_per_update = steps_per_update
+        self._is_loss_of_rows: dict[bool, bool] = {}
+        self._placed_counts: dict[int, Any] = {}
         self._train = jax.jit(
             self._train_step if train_step_fn is None else self._own_train_step,
             donate_argnums=0,
@@ -277,12 +280,13 @@ class Steps:
 
     # ---------------------------------------------------------------------------------------------------- steps
 
-    def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def train(self, state: TrainState, batch: Any, num_counted: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """Apply one update.
 
         Args:
             state: The state, whose memory is reused: it must not be used afterwards.
             batch: A tree of arrays from `place_batch`.
+            num_counted: How many rows count, the first ones; the others are padding. None: all.
 
         Returns:
             The new state, and the metrics as scalars: ``loss`` before the update, ``weight`` (the number of rows, or the sum of
@@ -292,11 +296,31 @@ class Steps:
         Raises:
             ConfigError: loss_fn returned something else than a scalar or a pair of scalars.
         """
-        return self._train(state, batch)  # type: ignore[no-any-return]
+        return self._train(state, batch, self._placed_count(batch, num_counted))  # type: ignore[no-any-return]
 
-    def eval_loss(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
+    def eval_loss(self, state: TrainState, batch: Any, num_counted: int | None = None) -> tuple[Any, Any]:
         """Return the sum of the loss over a batch, and its weight: rows, or what loss_fn returned. Their ratio is the loss."""
-        return self._eval(state, batch)  # type: ignore[no-any-return]
+        return self._eval(state, batch, self._placed_count(batch, num_counted))  # type: ignore[no-any-return]
+
+    def is_loss_of_rows(self, batch: Any, *, is_training: bool) -> bool:
+        """Return whether loss_fn returns a loss for each row, so that a batch can be padded. No device computes."""
+        if is_training and self._own_step_fn is not None:
+            return False
+        if is_training not in self._is_loss_of_rows:
+            key, given = key_like(self._mesh), (self.state_like, self._batch_like(batch))
+            returned = jax.eval_shape(
+                lambda key, state, batch: self._call_loss(key, state, state.params, batch, is_training=is_training),
+                key,
+                *given,
+            )
+            self._is_loss_of_rows[is_training] = jax.tree.leaves(returned)[0].shape != ()
+        return self._is_loss_of_rows[is_training]
+
+    def _placed_count(self, batch: Any, num_counted: int | None) -> Any:
+        number = num_rows_of(batch) if num_counted is None else num_counted
+        if number not in self._placed_counts:
+            self._placed_counts[number] = _placed(np.int32(number), self._replicated)
+        return self._placed_counts[number]
 
     def predict(self, rng: Any, params: Any, batch: Any) -> Any:
         """Return what pred_fn returns, replicated, so that every process can read all rows."""
@@ -304,22 +328,23 @@ class Steps:
 
     def lower_train(self, batch: Any) -> Any:
         """Lower the training step for batches like this one, from shapes alone: ``.compile().as_text()`` is its HLO."""
-        return self._train.lower(self.state_like, self._batch_like(batch))
+        return self._train.lower(self.state_like, self._batch_like(batch), self.state_like.step)
 
     def lower_predict(self, batch: Any) -> Any:
         """Lower the prediction step for batches like this one, from shapes alone."""
         key = key_like(self._mesh)
         return self._predict.lower(key, params_like(self._mesh, self._plan), self._batch_like(batch))
 
-    def _train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def _train_step(self, state: TrainState, batch: Any, num_counted: Any) -> tuple[TrainState, dict[str, Any]]:
         self.num_compilations["train"] += 1
         assert self._optimizer is not None and self._shardings is not None
         next_rng, train_rng = jax.random.split(state.rng)
 
         def loss_of(params: Any, rng: Any, micro_batch: Any) -> Loss:
-            return self._loss(rng, state, params, micro_batch, is_training=True)
+            return self._loss(rng, state, params, *micro_batch, is_training=True)
 
-        loss, grads = sum_of_losses(loss_of, state.params, train_rng, self._split(batch))
+        counts = jnp.arange(num_rows_of(batch)) < num_counted
+        loss, grads = sum_of_losses(loss_of, state.params, train_rng, self._split((batch, counts)))
         scale = jnp.where(loss.weight == 0, 0, 1 / loss.weight)  # a batch in which nothing counts changes nothing
         grads = jax.tree.map(lambda grad, param: (grad * scale).astype(param.dtype), grads, state.params)
         grad_norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
@@ -335,7 +360,7 @@ class Steps:
             )
         return TrainState(state.step + 1, params, opt_state, next_rng, state.apply_fn), metrics
 
-    def _own_train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def _own_train_step(self, state: TrainState, batch: Any, num_counted: Any) -> tuple[TrainState, dict[str, Any]]:
         self.num_compilations["train"] += 1
         assert self._optimizer is not None and self._own_step_fn is not None and self._shardings is not None
         next_rng, train_rng = jax.random.split(state.rng)
@@ -363,11 +388,11 @@ class Steps:
         opt_state = self._constrain(opt_state, self._shardings.opt_state)
         return TrainState(state.step + 1, params, opt_state, next_rng, state.apply_fn), metrics
 
-    def _eval_step(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
+    def _eval_step(self, state: TrainState, batch: Any, num_counted: Any) -> tuple[Any, Any]:
         self.num_compilations["eval_loss"] += 1
         rows = num_rows_of(batch)
         key = key_of_rows(state.rng, 0, stride=1, num_rows=rows, num_all=rows)
-        loss = self._loss(key, state, state.params, batch, is_training=False)
+        loss = self._loss(key, state, state.params, batch, jnp.arange(rows) < num_counted, is_training=False)
         return loss.total, loss.weight
 
     def _pred_step(self, rng: Any, params: Any, batch: Any) -> Any:
@@ -376,11 +401,14 @@ class Steps:
             raise ConfigError("There is no pred_fn: give Steps(pred_fn=...).")
         return call_by_name(self._pred_fn, rng=rng, params=self._as_used(params), batch=batch)
 
-    def _loss(self, rng: Any, state: TrainState, params: Any, batch: Any, *, is_training: bool) -> Loss:
+    def _loss(self, rng: Any, state: TrainState, params: Any, batch: Any, counts: Any, *, is_training: bool) -> Loss:
+        num_rows = num_rows_of(batch)  # loss_fn may take arrays out of the dict
+        return as_loss(self._call_loss(rng, state, params, batch, is_training=is_training), num_rows, counts)
+
+    def _call_loss(self, rng: Any, state: TrainState, params: Any, batch: Any, *, is_training: bool) -> Any:
         if self._loss_fn is None:
             raise ConfigError("There is no loss_fn: give Steps(loss_fn=...).")
-        num_rows = num_rows_of(batch)  # loss_fn may take arrays out of the dict
-        returned = call_by_name(
+        return call_by_name(
             self._loss_fn,
             rng=rng,
             state=state,
@@ -388,7 +416,6 @@ class Steps:
             batch=batch,
             is_training=is_training,
         )
-        return as_loss(returned, num_rows)
 
     def _as_computed(self, params: Any) -> Any:
         dtype = self._compute_dtype
