@@ -243,6 +243,14 @@ class ResultStream:
             self._error = error
         self._channel.stop(self._run_id, StopRequested(why, cancel=error is not None, grace_s=grace_s))
 
+    def give(self, number: int, piece: Any) -> None:
+        """Give a piece to the workers, which take it by its number.
+
+        Raises:
+            WorkerError: The TrainerActor is gone.
+        """
+        self._channel.call("give", self._run_id, number, [piece])
+
     @property
     def is_drained(self) -> bool:
         """Whether the run is closed and every result was taken."""

@@ -19,6 +19,7 @@ class LocalRuns:
 
     def __init__(self, folder: Path) -> None:
         self.trainer = self
+        self.trained: Any = None
         self._folder = folder
         self._number = len([*folder.glob("run_*")])
 
@@ -42,6 +43,12 @@ class LocalRuns:
             finally:
                 if start is not None:  # a run of workers does not save what it begins with
                     self._store.delete(1)
+
+    def find_epochs(self, of: Any, begin: Any) -> None:
+        """There is no live run: each call of train() is a run."""
+
+    def end_epochs(self) -> None:
+        """There is nothing to end."""
 
     @property
     def run_dir(self) -> str:

@@ -260,6 +260,7 @@ class BatchesByEpoch:
     def _open(self, epoch: int) -> None:
         start = self.position if self.position.epoch == epoch else Position(epoch=epoch)
         self.close()
+        self._start = start
         examples = self._make(epoch)
         numbers = api.gather(len(examples))
         if len(set(numbers)) > 1:
@@ -268,7 +269,7 @@ class BatchesByEpoch:
                 f"{', '.join(map(str, numbers))}. Return the same examples on all."
             )
         source = Source("items", (examples,), (len(examples),))
-        self._start, self._made_for = start, epoch
+        self._made_for = epoch
         self._datasets = context.acting().open_datasets(DatasetPlan({self._name: source}), fetch=lambda block: block)
         dataset = self._datasets.get(self._name)
         dataset.check(start)

@@ -6,6 +6,7 @@ checkpoint, so the loop resumes between any two steps, with any number of worker
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -29,11 +30,27 @@ from raysgd.functions.worker.evaluation import Predictions, compute_loss, predic
 from raysgd.functions.worker.predicting import load_start, rows_on_all_devices
 from raysgd.functions.worker.steps import Steps, find_steps, mesh_of
 from raysgd.functions.worker.train_state import TrainState, cast
-from raysgd.session import api, rank_state
+from raysgd.session import api, context, rank_state
 from raysgd.train.loop import LoopPosition, LoopSettings, Stepper
 from raysgd.train.loop import train as run_loop
 
 TRAIN, EVAL = "train", "eval"
+
+
+class EndOfEpochs(Exception):
+    """The driver gives no more epochs."""
+
+
+def take_examples(epoch_idx: int) -> Any:
+    """Wait for the examples of an epoch that the driver gives.
+
+    Raises:
+        EndOfEpochs: There are no more.
+    """
+    (examples,) = context.acting().take(epoch_idx)
+    if examples is None:
+        raise EndOfEpochs
+    return examples
 
 
 class Fitting(Stepper):
@@ -85,13 +102,14 @@ class Fitting(Stepper):
         if is_new and settings.eval_sanity_check and settings.has_eval:
             self._check_evaluation()
         loop_settings = LoopSettings(
-            epochs=settings.last_epoch,
+            epochs=None if settings.takes_epochs else settings.last_epoch,
             validate_every_epochs=1 if settings.has_eval else None,
             save_every=settings.save_every_n_steps,
             save_every_epochs=1,
             saves_last=False,
         )
-        run_loop(self, loop_settings, api.should_stop)
+        with contextlib.suppress(EndOfEpochs):
+            run_loop(self, loop_settings, api.should_stop)
         compilations = dict(self._steps.num_compilations)
         if self._pred_steps is not None:
             compilations["predict"] = self._pred_steps.num_compilations["predict"]
@@ -137,7 +155,8 @@ class Fitting(Stepper):
             return ExampleBatches(dataset, collate_fn, self._steps, rows, shuffle=True, **common)
 
         self._by_epoch: BatchesByEpoch | None = None
-        if (make_examples := parts["train_examples"]) is not None:
+        make_examples = take_examples if settings.takes_epochs else parts["train_examples"]
+        if make_examples is not None:
             self._by_epoch = BatchesByEpoch("train_examples", make_examples, open_batches, seed=seed)
         self._batches = self._by_epoch or open_batches(api.get_dataset(TRAIN))
         if not settings.has_eval:

@@ -1,0 +1,35 @@
+"""What a driver gives to the workers of its run while the run is live, piece by piece. Runs in the TrainerActor."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+#: Pieces that are kept, so that workers which resume from the newest checkpoint can take them again.
+_NUM_KEPT = 8
+#: Seconds that one question waits; a worker asks again, so that it shows that it runs.
+_WAIT_S = 5.0
+
+
+class GivenPieces:
+    """The pieces, by number."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, Any] = {}
+        self._changed = asyncio.Condition()
+
+    async def give(self, number: int, piece: Any) -> None:
+        """Keep a piece for all ranks."""
+        async with self._changed:
+            self._pieces[number] = piece
+            self._pieces.pop(number - _NUM_KEPT, None)
+            self._changed.notify_all()
+
+    async def take(self, number: int) -> Any:
+        """Return a piece; None if it has not come after some seconds."""
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(lambda: number in self._pieces), _WAIT_S)
+            except TimeoutError:
+                return None
+            return self._pieces[number]
