@@ -140,9 +140,7 @@ def _measure_case(folder: Path, case: Case, quick: bool, redco: Path | None) -> 
         cpus_per_worker=2 / case.workers,
     ) as deployer:
         loss_fn, optimizer = loops.LossOf(case.model), loops.make_optimizer()
-        trainer = Trainer(
-            deployer, loops.collate_fn, loss_fn=loss_fn, params=model.make_params(), optimizer=optimizer
-        )
+        trainer = Trainer(deployer, loops.collate_fn, loss_fn=loss_fn, params=model.make_params(), optimizer=optimizer)
 
         def run_by_hand(seed: int) -> list[float]:
             return _run(deployer, loops.train_by_hand, {**config, "seed": seed})
@@ -231,9 +229,14 @@ def render(document: dict[str, Any]) -> str:
         rows.append([name, *cells, f"{spread:.3f}", f"{target}: {met}"])
         notes += [f"{LOOPS[loop]}, {name}: {why}" for loop, why in found["missing"].items()]
     small = {name: found for name, found in steps.items() if "parts" in found}
-    parts = [[text, *(f"{found['parts']['ms'][part]:.2f} ms" for found in small.values())] for part, text in PARTS.items()]
+    parts = [
+        [text, *(f"{found['parts']['ms'][part]:.2f} ms" for found in small.values())] for part, text in PARTS.items()
+    ]
     collectives = [
-        [f"collectives of a step, {LOOPS[loop]}", *(str(found["parts"]["collectives"][loop]) for found in small.values())]
+        [
+            f"collectives of a step, {LOOPS[loop]}",
+            *(str(found["parts"]["collectives"][loop]) for found in small.values()),
+        ]
         for loop in ("raysgd", "by_hand")
     ]
     calls = [_call_overhead_ms(found) for found in small.values()]
@@ -253,8 +256,8 @@ def render(document: dict[str, Any]) -> str:
             "",
             "Training by [raysgd.functions](../guides/functions.md), and a loop written by hand with `jax.jit`: the same model, "
             "AdamW,",
-            "batches that are collated as they are needed, the same shardings. By hand, each process collates the rows of its own "
-            "devices.",
+            "batches that are collated as they are needed, the same shardings. By hand, each process collates the rows of its ",
+            "own devices.",
             "Two workers are two processes of plain JAX: `jax.distributed` with gloo. Devices are virtual ones, on "
             f"{machine['cores']} cores",
             f"({machine['processor']}), {machine['memory_gib']} GiB; "
@@ -282,8 +285,8 @@ def render(document: dict[str, Any]) -> str:
             "",
             make_table(["", *small], [*parts, *collectives]),
             "",
-            f"A call of `train()` in a loop of one's own, with {CALL_STEPS} steps, beyond the time of these steps. Target: at most "
-            f"{CALL_LIMIT_MS} ms.",
+            f"A call of `train()` in a loop of one's own, with {CALL_STEPS} steps, beyond the time of these steps. Target: at "
+            f"most {CALL_LIMIT_MS} ms.",
             "",
             make_table(
                 ["", *small],

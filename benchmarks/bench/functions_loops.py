@@ -163,9 +163,7 @@ class ByHand:
         return (optax.apply_updates(params, updates), opt_state), {"loss": loss, "norm": optax.tree.norm(grads)}
 
     def place(self, batch: Any) -> Any:
-        return jax.tree.map(
-            lambda array: jax.make_array_from_process_local_data(self._batch_sharding, array), batch
-        )
+        return jax.tree.map(lambda array: jax.make_array_from_process_local_data(self._batch_sharding, array), batch)
 
     def lower(self, batch: Any) -> Any:
         return self.step.lower(self._state, self.place(batch))
@@ -257,10 +255,9 @@ def time_parts(config: dict[str, Any]) -> dict[str, Any]:
     Returns:
         The milliseconds of each part, and the collectives of a compiled step of raysgd and of the loop by hand.
     """
+    import raysgd
     from raysgd.functions.sharding import plan_sharding
     from raysgd.functions.worker.steps import Steps, mesh_of
-
-    import raysgd
 
     params, (rows, examples) = MODELS[config["model"]][0].make_params(), (config["rows"], _examples(config))
     mesh = mesh_of(config["shards"])
@@ -316,7 +313,9 @@ def _median_ms(call: Callable[[], Any], number: int) -> float:
 
 def _count_collectives(lowered: Any) -> int:
     text = lowered.compile().as_text()
-    return len(re.findall(r" (?:all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(", text))
+    return len(
+        re.findall(r" (?:all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(", text)
+    )
 
 
 def _find_loop(key: Any, make: Any) -> Any:

@@ -243,9 +243,9 @@ class TrainerActor(Watched):
         """Add a warning to a run's events, also after its end; see `Run.add_warning`."""
         await (await self._announced(run_id)).add_warning(message, source)
 
-    async def give(self, run_id: str, number: int, piece: list[Any]) -> None:
-        """Give a piece to the workers of a live run."""
-        await (await self._announced(run_id)).given.give(number, piece)
+    async def give(self, run_id: str, number: int, piece: list[Any], kept_from: int) -> None:
+        """Give a piece to the workers of a live run; see `GivenPieces`."""
+        await (await self._announced(run_id)).given.give(number, piece, kept_from)
 
     async def delete_checkpoint(self, run_id: str, number: int) -> None:
         """Delete a checkpoint that the driver of a closed run does not want."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,10 @@ from raysgd.functions.metrics import COMPILATIONS, TRAIN_LOSS
 from raysgd.functions.tasks import EvalLossTask, FitTask, PredictTask
 from raysgd.trainer.assembly import share_value
 from raysgd.trainer.stream import ResultStream
-from raysgd.trainer.trainer import Trainer
+from raysgd.trainer.trainer import Trainer, interrupt
+
+#: Between two checkpoints of a run for calls of train(), which repeats the calls after the newest one if a worker dies.
+_SAVE_EVERY_S, _SAVE_EVERY_EPOCHS = 5.0, 64
 
 
 class RunCallbacks:
@@ -48,37 +52,47 @@ class TrainingByEpochs:
     """A live run to which the driver gives each epoch when it wants it, so that an epoch need not begin a run.
 
     Args:
-        stream: The run.
+        stream: The run, which stays an attribute.
         of: What the run is for: the trainer, and what else its calls have in common.
-        epoch: The next epoch.
+        began: The epoch and the step that it begins with.
         on_end: Called with what the run returned.
+
+    Attributes:
+        epoch: The next epoch.
     """
 
-    def __init__(self, stream: ResultStream, of: Any, epoch: int, on_end: Callable[[Any], None]) -> None:
-        self._stream = stream
+    def __init__(self, stream: ResultStream, of: Any, began: tuple[int, int], on_end: Callable[[Any], None]) -> None:
+        self.stream = stream
         self.of = of
-        self.epoch = epoch
+        self.began = began
+        self.epoch = epoch = began[0]
         self._on_end = on_end
+        self._resumable_from = epoch, epoch  # the epochs after the newest two checkpoints
+        self._saved_at = time.monotonic()
 
     def train(self, examples: Any) -> tuple[dict[str, Any], int]:
         """Train for an epoch; return its metrics, and how often the step was compiled. Errors as for `raysgd.Trainer.run`."""
         self._give(examples)
         compilations = 0
-        for result in self._stream:
+        for result in self.stream:
             compilations += COMPILATIONS in result
             if TRAIN_LOSS in result and result["epoch"] == self.epoch:
                 self.epoch += 1
                 return {name: result[name] for name in ("epoch", "step", TRAIN_LOSS)}, compilations
-        self._stream.get_returns()  # raises the error that the run has ended with
+        self.stream.get_returns()  # raises the error that the run has ended with
         raise RunCancelledError("the run was ended before its epoch: call train() again.")
 
     def end(self) -> None:
         """End the run."""
         self._give(None)
-        self._on_end(self._stream.get_returns())
+        self._on_end(self.stream.get_returns())
 
     def _give(self, examples: Any) -> None:
-        self._stream.give(self.epoch, share_value((examples,), "examples"))
+        before, newest = self._resumable_from
+        saves = time.monotonic() - self._saved_at > _SAVE_EVERY_S or self.epoch - newest >= _SAVE_EVERY_EPOCHS
+        self.stream.give(self.epoch, share_value((examples, saves), "examples"), before)
+        if saves:
+            self._resumable_from, self._saved_at = (newest, self.epoch + 1), time.monotonic()
 
 
 class FunctionRuns:
@@ -163,9 +177,9 @@ class FunctionRuns:
 
     def drop_epochs(self, error: BaseException) -> None:
         """Forget the live run for calls of train(), which has failed, or which Ctrl-C ends."""
-        self._by_epochs = self.trained = None
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            self.trainer.__exit__(type(error), error, error.__traceback__)
+        live, self._by_epochs, self.trained = self._by_epochs, None, None
+        if live is not None and isinstance(error, (KeyboardInterrupt, SystemExit)):
+            interrupt(self.trainer, live.stream, error)
 
     def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Delete a checkpoint of the latest run. A failure is logged: the training has succeeded."""

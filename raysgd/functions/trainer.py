@@ -485,16 +485,28 @@ class Trainer:
             metrics, compilations = live.train(check_examples("train_examples", examples).examples)
         except BaseException as error:
             runs.drop_epochs(error)
+            self._recover(live)
             raise
         self._first_epoch, self._step = live.epoch, metrics["step"]
         counts = {"train": compilations, "eval_loss": 0, "predict": 0}
         source = None, self._step
         return FitResult(metrics, [metrics], self._step, counts, {}, runs.trainer.run_dir, self, source)
 
+    def _recover(self, live: TrainingByEpochs) -> None:
+        """Continue with the newest state that a run for calls of train() has saved; it saves when it fails, if it can."""
+        saved = self.deployer.runs.trainer.list_checkpoints()
+        self._first_epoch, self._step = live.began
+        if saved:
+            loaded = saved[-1].load()
+            self._held = None, {"train_state": loaded["train_state"]}
+            position = loaded["progress"]["position"]
+            self._first_epoch, self._step = int(position["epoch"]), int(position["steps"])
+        get_logger().warning("train() failed: the trainer continues with the state after step %d.", self._step)
+
     def _begin_epochs(self, of: tuple[Trainer, int]) -> TrainingByEpochs:
         """Begin a run for calls of train()."""
         kept = KeptCheckpoints.of(False, False, (), (), None)
-        path, state = self._newest
+        state = self._newest[1]
         settings = self._settings(of[1], has_eval=False, takes_epochs=True)
         parts = dumps_named(self._parts_with(), "the trainer's functions")
         shown = {"per_device_batch_size": of[1], "n_model_shards": self.deployer.n_model_shards}
@@ -504,7 +516,9 @@ class Trainer:
             start=state,
             checkpoint_config=kept.config(self.deployer.checkpoint_config),
         )
-        return TrainingByEpochs(stream, of, self._first_epoch, lambda found: self._finish(found, kept, None))
+        return TrainingByEpochs(
+            stream, of, (self._first_epoch, self._step), lambda found: self._finish(found, kept, None)
+        )
 
     @leaves_raysgd
     def eval_loss(self, examples: Sequence[Any], per_device_batch_size: int, desc: str | None = None) -> float:

@@ -25,8 +25,8 @@ from raysgd.controller.journal.outcome import outcome_data
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.rounds import AwaitedMetrics
 from raysgd.controller.run.barriers import Barriers
-from raysgd.controller.run.given import GivenPieces
 from raysgd.controller.run.earlier import EarlierCheckpoints
+from raysgd.controller.run.given import GivenPieces
 from raysgd.controller.run.run_files import RunFiles
 from raysgd.controller.run.worker_watch import WorkerWatch
 from raysgd.controller.run_plan import AttemptRecord, PreviousState, RunPlan

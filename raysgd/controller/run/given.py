@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-#: Pieces that are kept, so that workers which resume from the newest checkpoint can take them again.
-_NUM_KEPT = 8
 #: Seconds that one question waits; a worker asks again, so that it shows that it runs.
 _WAIT_S = 5.0
 
 
 class GivenPieces:
-    """The pieces, by number."""
+    """The pieces, by number. They stay until no checkpoint needs them that workers may resume from."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, Any] = {}
         self._changed = asyncio.Condition()
 
-    async def give(self, number: int, piece: Any) -> None:
-        """Keep a piece for all ranks."""
+    async def give(self, number: int, piece: Any, kept_from: int) -> None:
+        """Keep a piece for all ranks, and of the others those from ``kept_from`` on."""
         async with self._changed:
-            self._pieces[number] = piece
-            self._pieces.pop(number - _NUM_KEPT, None)
+            self._pieces = {old: each for old, each in self._pieces.items() if old >= kept_from} | {number: piece}
             self._changed.notify_all()
 
     async def take(self, number: int) -> Any:

@@ -60,6 +60,7 @@ class ExampleBatches:
         shuffle: Whether each epoch has an order of its own.
         pads: Whether a short last batch is filled up with copies of its first example.
         per_worker: Whether each rank collates the rows of its own devices alone; see `raysgd.functions.Deployer`.
+        agreement: Compares the batches of all ranks; it may have been used for earlier ones.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class ExampleBatches:
         shuffle: bool = False,
         pads: bool = False,
         per_worker: bool = False,
+        agreement: Agreement | None = None,
     ) -> None:
+        self._agreement = agreement or Agreement()
         self._collate_fn = collate_fn
         self._steps = steps
         self._rows = rows
@@ -90,11 +93,10 @@ class ExampleBatches:
         )
 
     def __iter__(self) -> Iterator[HostBatch]:
-        agreement = Agreement()
         for batch in self._batches:
-            agreement.add(batch.signature)
+            self._agreement.add(batch.signature)
             yield batch
-        agreement.check()
+        self._agreement.check()
 
     def first(self) -> HostBatch:
         """Return the first batch; consumes nothing."""
@@ -161,7 +163,7 @@ def place_for_loss(steps: Steps, batch: HostBatch, *, is_training: bool) -> tupl
 class Agreement:
     """Checks that all ranks make the same batches. Else they would compute different programs, or let replicas differ.
 
-    Each check is an exchange between the ranks: after the batches 1, 2, 4, 8 and so on, and after the last one.
+    Each check is an exchange between the ranks: after the batches 1, 2, 4, 8 and so on, and after the last one of each epoch.
     """
 
     def __init__(self) -> None:
@@ -211,6 +213,7 @@ class BatchesByEpoch:
         make_examples: The user's function.
         open_batches: Returns the batches of a dataset.
         seed: For random numbers that the function draws from Python's and NumPy's generators.
+        is_same: Whether the ranks are known to get equally many examples.
     """
 
     def __init__(
@@ -220,7 +223,9 @@ class BatchesByEpoch:
         open_batches: Callable[[WorkerDataset], ExampleBatches],
         *,
         seed: int,
+        is_same: bool = False,
     ) -> None:
+        self._is_same = is_same
         self._name = name
         self._make_examples = make_examples
         self._open_batches = open_batches
@@ -262,7 +267,7 @@ class BatchesByEpoch:
         self.close()
         self._start = start
         examples = self._make(epoch)
-        numbers = api.gather(len(examples))
+        numbers = [] if self._is_same else api.gather(len(examples))
         if len(set(numbers)) > 1:
             raise ConfigError(
                 f"{self._name}(epoch_idx={epoch}) returned different numbers of examples on the ranks: "

@@ -44,18 +44,17 @@ def as_loss(returned: Any, num_rows: int, counts: Any) -> Loss:
     values = list(returned) if is_pair else [returned]
     if len(values) != (2 if is_pair else 1):
         raise ConfigError(f"loss_fn returned a {type(returned).__name__} of {len(values)} values. {advice}")
-    shape = jnp.shape(values[0])
     for value in values:
         if not isinstance(value, (int, float, jax.Array)) and not hasattr(value, "dtype"):
             raise ConfigError(f"loss_fn returned a value of type {type(value).__name__}. {advice}")
-        if jnp.shape(value) not in ((), (num_rows,)) or jnp.shape(value) != shape:
+        if jnp.shape(value) not in ((), (num_rows,)) or jnp.shape(value) != jnp.shape(values[0]):
             raise ConfigError(f"loss_fn returned an array of shape {jnp.shape(value)}. {advice}")
     if not jnp.issubdtype(jnp.result_type(values[0]), jnp.floating):
         raise ConfigError(
             f"loss_fn returned a loss of dtype {jnp.result_type(values[0])}, which has no gradient. {advice}"
         )
     total, *weight = (jnp.asarray(value, jnp.float32) for value in values)
-    if shape:
+    if total.shape:
         total, weight = jnp.where(counts, total, 0).sum(), [jnp.where(counts, *(weight or [1.0]), 0).sum()]
     if weight:
         return Loss(total, jax.lax.stop_gradient(weight[0]))
