@@ -44,7 +44,8 @@ class FitResult:
         metrics: The metrics of the last epoch: ``train_loss``, and those of the evaluation as ``eval_loss`` and so on.
         history: The metrics of each epoch.
         num_steps: The number of updates so far.
-        num_compilations: How often each step was compiled, by name: once for each shape of a batch.
+        num_compilations: How often each step was compiled, by name: once for each shape of a batch. The metric
+            ``compilations`` says at which steps.
         checkpoints: ``last``, ``epoch_0`` and so on, and ``min_loss`` or ``max_accuracy`` for the best ones: those that fit was
             asked to keep.
         run_dir: The folder of the run.
@@ -86,7 +87,8 @@ class Trainer:
             row for each.
         apply_fn: Becomes ``state.apply_fn``.
         loss_fn: ``loss_fn(train_rng, state, params, batch, is_training)`` returns a scalar, the mean over the rows of its
-            batch, or ``(loss_sum, weight)``, where the weight counts what the loss is a mean of, such as tokens.
+            batch, or ``(loss_sum, weight)``, where the weight counts what the loss is a mean of, such as tokens; or the same
+            for each row, as arrays. Then a short last batch is padded, and not compiled for itself.
         params: The tree of parameters, made with JAX or NumPy. It is sent to the workers as NumPy arrays.
         optimizer: A transformation of optax. With an `optax.MultiSteps`, each batch is a step, and an update takes several steps.
         opt_state: The state of the optimizer to begin with, as `Deployer.load_ckpt` returns it.

@@ -4,7 +4,7 @@ A step computes with whole batches; the shardings of its inputs make XLA split t
 on the number of devices: a mean over rows is a mean over all rows of the batch.
 
 - Parameters are sharded as a `ShardingPlan` says; batches by rows along the data axis.
-- The state of the optimizer is sharded as its parameters, and in addition along the data axis (ZeRO-1).
+- The state of the optimizer is sharded as its parameters, and in addition along the data axis if it is large (ZeRO-1).
 - The random key is part of the state. Random numbers do not depend on the mesh either.
 """
 
