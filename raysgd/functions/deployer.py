@@ -386,9 +386,10 @@ class Deployer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            self.shutdown()
-        else:
+        try:
+            if error is None:
+                self.runs.end_epochs()
+        finally:
             self.runs.trainer.__exit__(kind, error, traceback)
 
 

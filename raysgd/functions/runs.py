@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -112,6 +115,7 @@ class FunctionRuns:
         self._by_epochs: TrainingByEpochs | None = None
         #: What the latest call of train() was for; None after another use of the workers.
         self.trained: Any = None
+        atexit.register(_end_at_exit, weakref.ref(self))  # after Ray's own function, so it is called before that
 
     def run(
         self,
@@ -187,3 +191,10 @@ class FunctionRuns:
             self.trainer.delete_checkpoint(checkpoint)
         except (RaySGDError, RayError) as error:
             get_logger().warning("%s could not be deleted: %s", checkpoint.path, error)
+
+
+def _end_at_exit(ref: weakref.ref[FunctionRuns]) -> None:
+    """End a live run for calls of train() as a success, if the script has not closed its Deployer."""
+    if (runs := ref()) is not None:
+        with contextlib.suppress(Exception):  # the cluster may be gone
+            runs.end_epochs()
