@@ -243,6 +243,10 @@ class TrainerActor(Watched):
         """Add a warning to a run's events, also after its end; see `Run.add_warning`."""
         await (await self._announced(run_id)).add_warning(message, source)
 
+    async def give(self, run_id: str, number: int, piece: list[Any], kept_from: int) -> None:
+        """Give a piece to the workers of a live run; see `GivenPieces`."""
+        await (await self._announced(run_id)).given.give(number, piece, kept_from)
+
     async def delete_checkpoint(self, run_id: str, number: int) -> None:
         """Delete a checkpoint that the driver of a closed run does not want."""
         await (await self._announced(run_id)).delete_checkpoint(number)
@@ -258,6 +262,9 @@ class TrainerActor(Watched):
     ) -> bytes | None:
         run = await self._announced(run_id)
         return await run.join_barrier(attempt, rank, what, index, payload)
+
+    async def take(self, run_id: str, attempt: int, number: int) -> Any:
+        return await (await self._announced(run_id)).given.take(number)
 
     async def newest_checkpoint(self, run_id: str, attempt: int, index: int, num_saves: int) -> str | None:
         return (await self._announced(run_id)).newest_checkpoint(attempt, index, num_saves)

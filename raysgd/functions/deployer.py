@@ -382,7 +382,10 @@ class Deployer:
 
     def shutdown(self) -> None:
         """End the workers and release their resources. May be called again."""
-        self.runs.trainer.shutdown()
+        try:
+            self.runs.end_epochs()
+        finally:
+            self.runs.trainer.shutdown()
 
     def __enter__(self) -> Deployer:
         return self
@@ -390,7 +393,11 @@ class Deployer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.runs.trainer.__exit__(kind, error, traceback)
+        try:
+            if error is None:
+                self.runs.end_epochs()
+        finally:
+            self.runs.trainer.__exit__(kind, error, traceback)
 
 
 def _number_of_workers(num_workers: Any, n_processes: Any) -> Any:

@@ -18,6 +18,8 @@ from raysgd.session.metrics import copy_metrics, read_deferred
 
 PREFIX = "eval_"
 TRAIN_LOSS = "train_loss"
+#: How often the training step has been compiled in this run; reported with a step for which it was.
+COMPILATIONS = "compilations"
 
 
 def reported_name(name: str) -> str:

@@ -126,7 +126,7 @@ class Model:
 
         _, wrt = loads(self.definition)
         nnx.pop(module, nnx.Intermediate)
-        *_, found = nnx.split(module, wrt, nnx.RngState, ...)
+        found = nnx.split(module, wrt, nnx.RngState, ...)[-1]
         expected, new = (
             {keys_of(keys): np.shape(leaf) for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
             for tree in (self.model_state, found)

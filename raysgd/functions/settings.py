@@ -36,6 +36,7 @@ class FitSettings(TaskSettings):
         argmin: Metrics of which the lowest is kept, as they were given.
         argmax: Metrics of which the highest is kept.
         folder: URI of the folder for evaluations, or None.
+        takes_epochs: Whether the driver gives the examples of each epoch when it begins, and the end in place of the last one.
     """
 
     per_device_batch_size: int
@@ -54,6 +55,7 @@ class FitSettings(TaskSettings):
     argmin: tuple[str, ...]
     argmax: tuple[str, ...]
     folder: str | None
+    takes_epochs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

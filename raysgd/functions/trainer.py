@@ -17,12 +17,13 @@ from raysgd.checkpoint.checkpoint import Checkpoint
 from raysgd.checkpoint.links import best_by
 from raysgd.config.argument_names import refuse_unknown
 from raysgd.config.checks import check_bool, check_count
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, UsageError
 from raysgd.functions.deployer import Deployer, absolute
 from raysgd.functions.examples import check_callable, check_examples
 from raysgd.functions.kept_checkpoints import KeptCheckpoints, earlier_checkpoints
 from raysgd.functions.left_out import PLACED_IN_WORKERS, log_unused, no_attribute
 from raysgd.functions.predictor import Predictor, check_deployer, find_saved
+from raysgd.functions.runs import TrainingByEpochs
 from raysgd.functions.settings import FitSettings, TaskSettings
 from raysgd.functions.tasks import EvalLossTask, ExportTask, FitTask
 from raysgd.workers.pickling import dumps, dumps_named
@@ -43,7 +44,8 @@ class FitResult:
         metrics: The metrics of the last epoch: ``train_loss``, and those of the evaluation as ``eval_loss`` and so on.
         history: The metrics of each epoch.
         num_steps: The number of updates so far.
-        num_compilations: How often each step was compiled, by name: once for each shape of a batch.
+        num_compilations: How often each step was compiled, by name: once for each shape of a batch. The metric
+            ``compilations`` says at which steps.
         checkpoints: ``last``, ``epoch_0`` and so on, and ``min_loss`` or ``max_accuracy`` for the best ones: those that fit was
             asked to keep.
         run_dir: The folder of the run.
@@ -60,8 +62,20 @@ class FitResult:
 
     @property
     def params(self) -> Any:
-        """The trained parameters as NumPy arrays, or the module of nnx, loaded when they are asked for."""
-        return self._trainer._load_params(*self._source)
+        """The trained parameters as NumPy arrays, or the module of nnx, loaded when they are asked for.
+
+        Raises:
+            UsageError: They are of a call of `Trainer.train`, and another one has followed.
+        """
+        path, state = self._source
+        if isinstance(state, int):
+            if state != self._trainer.step:
+                raise UsageError(
+                    f"the parameters after step {state} were not kept, because the trainer has trained on since: ask for params "
+                    "before the next call of train()."
+                )
+            return self._trainer.params
+        return self._trainer._load_params(path, state)
 
 
 class Trainer:
@@ -73,7 +87,8 @@ class Trainer:
             row for each.
         apply_fn: Becomes ``state.apply_fn``.
         loss_fn: ``loss_fn(train_rng, state, params, batch, is_training)`` returns a scalar, the mean over the rows of its
-            batch, or ``(loss_sum, weight)``, where the weight counts what the loss is a mean of, such as tokens.
+            batch, or ``(loss_sum, weight)``, where the weight counts what the loss is a mean of, such as tokens; or the same
+            for each row, as arrays. Then a short last batch is padded, and not compiled for itself.
         params: The tree of parameters, made with JAX or NumPy. It is sent to the workers as NumPy arrays. Or a module of nnx,
             which functions then get in its place.
         optimizer: A transformation of optax, or an `nnx.Optimizer`, of which ``tx`` and ``wrt`` are used. With an
@@ -166,9 +181,19 @@ class Trainer:
         self._like = like = model.shapes()
         # Its errors, before workers start.
         plan_sharding(like.params, self.deployer.axis_sizes, self._parts["rules"], like.declared)
-        #: The newest state: the path of a checkpoint, or nested dicts of NumPy arrays.
-        self._newest: tuple[str | None, Any] = None, {"train_state": model.as_state()}
+        self._newest = None, {"train_state": model.as_state()}
         self._step = 0
+
+    @property
+    def _newest(self) -> tuple[str | None, Any]:
+        """The newest state: the path of a checkpoint, or nested dicts of NumPy arrays."""
+        self.deployer.runs.end_epochs()  # the workers may have a newer one
+        return self._held
+
+    @_newest.setter
+    def _newest(self, state: tuple[str | None, Any]) -> None:
+        self.deployer.runs.end_epochs()
+        self._held = state
 
     def set_train_state(
         self,
@@ -479,6 +504,9 @@ class Trainer:
     def train(self, examples: Sequence[Any], per_device_batch_size: int, desc: str | None = None) -> FitResult:
         """Train for one epoch, in a loop of one's own. The same as ``fit`` with ``n_epochs=1``.
 
+        From the second call in a row on, the workers keep the state and wait for the next call, so that a call costs some
+        milliseconds. Anything else that needs the state or the workers, such as `params` or `fit`, ends that.
+
         Args:
             examples: As for `fit`.
             per_device_batch_size: As for `fit`.
@@ -490,8 +518,51 @@ class Trainer:
         """
         if desc is not None:
             self.deployer.log_info(desc, title="Training")
-        epochs = self._first_epoch + 1 if self._counts_epochs_in_all else 1
-        return self.fit(examples, per_device_batch_size, epochs)
+        runs, of = self.deployer.runs, (self, per_device_batch_size)
+        live = runs.find_epochs(of, lambda: self._begin_epochs(of))
+        if live is None:
+            epochs = self._first_epoch + 1 if self._counts_epochs_in_all else 1
+            result = self.fit(examples, per_device_batch_size, epochs)
+            runs.trained = of
+            return result
+        try:
+            metrics, compilations = live.train(check_examples("train_examples", examples).examples)
+        except BaseException as error:
+            runs.drop_epochs(error)
+            self._recover(live)
+            raise
+        self._first_epoch, self._step = live.epoch, metrics["step"]
+        counts = {"train": compilations, "eval_loss": 0, "predict": 0}
+        source = None, self._step
+        return FitResult(metrics, [metrics], self._step, counts, {}, runs.trainer.run_dir, self, source)
+
+    def _recover(self, live: TrainingByEpochs) -> None:
+        """Continue with the newest state that a run for calls of train() has saved; it saves when it fails, if it can."""
+        saved = self.deployer.runs.trainer.list_checkpoints()
+        self._first_epoch, self._step = live.began
+        if saved:
+            loaded = saved[-1].load()
+            self._held = None, {"train_state": loaded["train_state"]}
+            position = loaded["progress"]["position"]
+            self._first_epoch, self._step = int(position["epoch"]), int(position["steps"])
+        get_logger().warning("train() failed: the trainer continues with the state after step %d.", self._step)
+
+    def _begin_epochs(self, of: tuple[Trainer, int]) -> TrainingByEpochs:
+        """Begin a run for calls of train()."""
+        kept = KeptCheckpoints.of(False, False, (), (), None)
+        state = self._newest[1]
+        settings = self._settings(of[1], has_eval=False, takes_epochs=True)
+        parts = dumps_named(self._parts_with(), "the trainer's functions")
+        shown = {"per_device_batch_size": of[1], "n_model_shards": self.deployer.n_model_shards}
+        stream = self.deployer.runs.begin_epochs(
+            FitTask(parts, dumps(self._like), settings),
+            shown,
+            start=state,
+            checkpoint_config=kept.config(self.deployer.checkpoint_config),
+        )
+        return TrainingByEpochs(
+            stream, of, (self._first_epoch, self._step), lambda found: self._finish(found, kept, None)
+        )
 
     @leaves_raysgd
     def eval_loss(self, examples: Sequence[Any], per_device_batch_size: int, desc: str | None = None) -> float:

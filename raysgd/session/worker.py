@@ -39,6 +39,9 @@ class Link(Protocol):
         Returns rank 0's payload, empty where rank 0 did not call; for ``"gather"`` a pickle of all payloads by rank.
         """
 
+    def take(self, number: int) -> Any:
+        """Return a piece that the driver has given to the run; None if it has not come after some seconds."""
+
     def newest_checkpoint(self, index: int, num_saves: int) -> Any:
         """Return the newest committed checkpoint of the run, as `StartingPoint.load` takes it, or None.
 
@@ -260,10 +263,21 @@ class WorkerSession(Session):
             )
         return obj if self.world_rank == 0 else self._codec.loads(payload)
 
+    def take(self, number: int) -> Any:
+        """Wait for a piece that the driver gives to the run; every rank may take each, and again after a failure."""
+        with self.progress.waiting:
+            while True:
+                self._check_live()
+                self.progress.mark("take")
+                if (found := self._link.take(number)) is not None:
+                    return found
+
     def gather(self, obj: Any) -> list[Any]:
         self._check_live()
         payload = self._codec.dumps(obj)
         self.progress.mark("gather")
+        if self.world_size == 1:
+            return [self._codec.loads(payload)]
         with self.progress.waiting:
             by_group = self._gather_in_group(payload)
         if by_group is None:

@@ -343,6 +343,11 @@ def share_call(obj: Any, name: str, spec: TrainerSpec) -> Any:
     return _share(dumps_call(obj, name, _variables_of(spec)))
 
 
+def share_value(value: Any, name: str) -> Any:
+    """Pickle a value of the user for the workers of a live run."""
+    return _share(dumps_named(value, name))
+
+
 def _variables_of(spec: TrainerSpec) -> Collection[str]:
     variables: Collection[str] = (spec.runtime_env or {}).get("env_vars", ())
     return variables

@@ -71,6 +71,7 @@ class Channel:
         self._actor = actor
         self._request: RunRequest | None = None  # the live run, for an actor that was started again
         self._stops: dict[str, StopRequested] = {}  # of the latest run
+        self._given: dict[int, tuple[Any, ...]] = {}  # to that run, as arguments of the call
         self._watch = _ControllerWatch(actor, settings.spec.failure_config.heartbeat_timeout_s)
         self._is_idle = threading.Event()  # the run that this process has begun is closed
         self._is_idle.set()
@@ -165,7 +166,7 @@ class Channel:
             raise
         finally:
             if self._is_request(run_id):
-                self._request = None  # it refers to the run's data
+                self._request, self._given = None, {}  # they refer to the run's data
                 self._is_idle.set()
 
     def frames(self, run_id: str, seq: int) -> list[Frame]:
@@ -176,6 +177,12 @@ class Channel:
         """Ask a run to end, and again if the actor is restarted; returns at once."""
         self._stops = {run_id: request}
         self._actor.stop.remote(run_id, request)
+
+    def give(self, run_id: str, number: int, piece: list[Any], kept_from: int) -> None:
+        """Give a piece to the workers of a run, and again if the actor is restarted; see `ResultStream.give`."""
+        kept = {old: each for old, each in self._given.items() if old >= kept_from}
+        self._given = kept | {number: (run_id, number, piece, kept_from)}
+        self.call("give", *self._given[number])
 
     def warn(self, run_id: str, message: str, source: str) -> None:
         """Add a warning that this process has logged to a run's files; does nothing if the run or the actor is gone."""
@@ -277,6 +284,8 @@ class Channel:
         if self._request is None:
             return False
         self._actor.run.remote(self._request)
+        for given in list(self._given.values()):
+            self._actor.give.remote(*given)
         if (run_id := self._request.run_id) in self._stops:
             self._actor.stop.remote(run_id, self._stops[run_id])
         return True

@@ -252,6 +252,19 @@ class ResultStream:
             self._error = error
         self._channel.stop(self._run_id, StopRequested(why, cancel=error is not None, grace_s=grace_s))
 
+    def give(self, number: int, piece: Any, kept_from: int) -> None:
+        """Give a piece to the workers, which take it by its number.
+
+        Args:
+            number: Its number.
+            piece: The pickle of it, or a reference to that.
+            kept_from: The lowest number that workers may take again after a failure.
+
+        Raises:
+            WorkerError: The TrainerActor is gone.
+        """
+        self._channel.give(self._run_id, number, [piece], kept_from)
+
     @property
     def is_drained(self) -> bool:
         """Whether the run is closed and every result was taken."""

@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+def interrupt(trainer: Trainer, stream: ResultStream, error: BaseException) -> None:
+    """End a live run for Ctrl-C or a signal, as `Trainer.run` does: it saves and ends, and a later run gets new workers."""
+    trainer._runs.interrupt(stream, error)
+
+
 class Trainer:
     """Runs a single-machine train_func on many workers.
 

@@ -43,10 +43,15 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         }
 
     def reducer_override(self, obj: Any) -> Any:
-        for kind, reduce in self._reducers:  # before Ray's, which users can extend to tensors
-            if isinstance(obj, kind):
+        kind = type(obj)
+        if (
+            kind.__name__ == "ndarray" and kind.__module__ == "numpy"
+        ):  # there may be thousands, and no reducer is for them
+            return obj.__reduce_ex__(5)
+        for base, reduce in self._reducers:  # before Ray's, which users can extend to tensors
+            if isinstance(obj, base):
                 return reduce(obj)
-        if (ray_reduce := self._ray_reducers.get(type(obj))) is not None:
+        if (ray_reduce := self._ray_reducers.get(kind)) is not None:
             return ray_reduce(obj)
         reduced = super().reducer_override(obj)
         return with_names(obj, reduced) if self._gives_names else reduced

@@ -169,9 +169,13 @@ def test_training_by_a_file_is_compared_with_a_loop_by_hand(tmp_path: Path) -> N
 def test_functions_are_compared_with_a_loop_by_hand(tmp_path: Path) -> None:
     pytest.importorskip("optax", reason="optax is not installed: pip install raysgd[functions]")
     document = run("functions.py", output=tmp_path, file="functions.json")
-    for found in document["steps"].values():
+    assert len(document["steps"]) == 6
+    for name, found in document["steps"].items():
         assert found["ms"].keys() == {"by_hand", "by_hand_again", "raysgd"}
         assert all(each > 0 for times in found["ms"].values() for each in times)
         assert found["compilations"] == found["shapes"] == 2
+        if name.startswith("small"):
+            assert found["parts"]["collectives"]["raysgd"] == found["parts"]["collectives"]["by_hand"]
+            assert all(each > 0 for each in (*found["parts"]["ms"].values(), *found["call_ms"]))
     assert all(each > 0 for each in document["shuffle_s"])
-    assert "| 4 devices, 2 model shards |" in (tmp_path / "functions.md").read_text(encoding="utf-8")
+    assert "| perceptron, 4 devices, 2 model shards |" in (tmp_path / "functions.md").read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ from support.runs import are_gone, travels_by_value
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 
-from raysgd.functions import Deployer, FitResult, Predictor, Trainer  # noqa: E402
+from raysgd.functions import Deployer, FitResult, Predictor, Trainer, runs  # noqa: E402
 
 travels_by_value(__name__)
 pytestmark = [pytest.mark.jax, pytest.mark.timeout(240)]
@@ -313,6 +313,50 @@ def test_killed_worker_resumes_from_memory_in_the_middle_of_an_epoch(
     check_equal(result, reference)
     metrics = raysgd.load_run(str(result.run_dir)).metrics
     assert set(metrics["attempt"]) == {1, 2}
+
+
+def examples_of_call(epoch_idx: int) -> list[dict[str, Any]]:
+    return [*EXAMPLES[: 30 + epoch_idx], {**EXAMPLES[0], "id": 1000 + epoch_idx}]
+
+
+@shared
+@pytest.mark.fault
+@pytest.mark.parametrize("saves_every", [1, 64])
+def test_calls_of_train_are_one_run_that_survives_a_killed_worker(
+    deployer: Deployer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves_every: int
+) -> None:
+    monkeypatch.setattr(runs, "_SAVE_EVERY_EPOCHS", saves_every)
+    expected = run_fit(make_trainer(deployer), train_examples=examples_of_call, n_epochs=4)
+    (tmp_path / "seen").touch()
+    trainer = make_trainer(deployer, collate_fn=partial(killing_collate, mark=str(tmp_path), number=1002))
+    called = [trainer.train(examples_of_call(call), 4) for call in range(4)]
+    assert (tmp_path / "killed").exists()
+    assert len({each.run_dir for each in called}) == 2  # the first call is a run of its own
+    for each, epoch in zip(called, expected.history, strict=True):
+        assert each.metrics == pytest.approx(epoch, rel=1e-5, abs=1e-5)
+    assert trainer.step == called[-1].num_steps == expected.num_steps
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), called[-1].params, expected.params)
+    with pytest.raises(raysgd.errors.UsageError, match="the parameters after step 7 were not kept"):
+        _ = called[2].params
+    assert trainer.fit(EXAMPLES, 4, 1).metrics["epoch"] == 4  # continues with the state that the workers had
+
+
+@shared
+def test_calls_of_train_leave_their_state_to_predictions_and_to_the_calls_after_an_error(deployer: Deployer) -> None:
+    trainer, fitted = make_trainer(deployer), make_trainer(deployer)
+    for _ in range(3):
+        trainer.train(EXAMPLES, 4)
+    fitted.fit(EXAMPLES, 4, 3)
+    predicted = (each.get_default_predictor(pred_fn, output_fn).predict(EXAMPLES, 4) for each in (trainer, fitted))
+    assert next(predicted) == next(predicted)
+    for _ in range(2):
+        trainer.train(EXAMPLES, 4)
+    with pytest.raises(KeyError, match="words"):
+        trainer.train([{"text": "no id"}] * 9, 4)
+    assert trainer.step == 25
+    fitted.fit(EXAMPLES, 4, 2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), trainer.params, fitted.params)
+    assert trainer.train(EXAMPLES, 4).metrics["epoch"] == 5
 
 
 @pytest.mark.fault

@@ -23,6 +23,7 @@ class LocalRuns:
 
     def __init__(self, folder: Path) -> None:
         self.trainer = self
+        self.trained: Any = None
         self._folder = folder
         self._number = len([*folder.glob("run_*")])
 
@@ -50,6 +51,12 @@ class LocalRuns:
                     )
                 )
             return task()
+
+    def find_epochs(self, of: Any, begin: Any) -> None:
+        """There is no live run: each call of train() is a run."""
+
+    def end_epochs(self) -> None:
+        """There is nothing to end."""
 
     @property
     def run_dir(self) -> str:

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.jax
 
 from raysgd.functions.examples import call_by_name  # noqa: E402
 from raysgd.functions.worker.predicting import rows_on_all_devices  # noqa: E402
+from raysgd.functions.worker.steps import Steps  # noqa: E402
 from raysgd.functions.worker.train_state import restore_arrays  # noqa: E402
+from raysgd.session import api  # noqa: E402
 from support.functions_local import LocalRuns  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
@@ -210,6 +212,78 @@ def test_update_takes_the_rows_of_all_batches_that_it_accumulates(deployer: Depl
     assert (whole.num_steps, parts.num_steps, multi.num_steps) == (2, 2, 4)
     check_near(parts.params, whole.params)
     check_near(multi.params, whole.params)
+
+
+def loss_of_rows(rng: Any, state: Any, params: Any, batch: Any, is_training: bool) -> Any:
+    noise = jax.random.normal(rng, batch["id"].shape) if is_training else 0.0
+    return (outputs_of(params, batch) - batch["x"].sum(axis=1) + noise) ** 2
+
+
+def weighted_loss_of_rows(rng: Any, state: Any, params: Any, batch: Any, is_training: bool) -> Any:
+    weight = batch["id"] + 1
+    return loss_of_rows(rng, state, params, batch, is_training) * weight, weight
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("of_rows", [loss_of_rows, weighted_loss_of_rows])
+def test_last_batch_is_padded_where_the_loss_is_one_of_rows_and_gives_the_same_numbers(
+    deployer: Deployer, of_rows: Any, accumulate: int
+) -> None:
+    def of_batch(rng: Any, state: Any, params: Any, batch: Any, is_training: bool) -> Any:
+        found = of_rows(rng, state, params, batch, is_training)
+        return found.mean() if of_rows is loss_of_rows else tuple(each.sum() for each in found)
+
+    padded, compiled = (
+        make_trainer(deployer, loss_fn=loss_fn, accumulate_grad_batches=accumulate).fit(
+            EXAMPLES, 4 // accumulate, 3, EXAMPLES[:7], eval_per_device_batch_size=4
+        )
+        for loss_fn in (of_rows, of_batch)
+    )
+    assert padded.num_compilations == {"train": 1, "eval_loss": 1, "predict": 0}
+    assert compiled.num_compilations == {"train": 2, "eval_loss": 2, "predict": 0}
+    check_near(padded.params, compiled.params)
+    check_near(padded.history, compiled.history)
+
+
+def test_only_batch_of_an_epoch_is_compiled_at_its_own_size(deployer: Deployer) -> None:
+    fitted = make_trainer(deployer, loss_fn=loss_of_rows).fit(EXAMPLES[:3], 4, 2)
+    assert (fitted.num_steps, fitted.num_compilations["train"]) == (2, 1)
+
+
+def test_steps_for_which_the_device_compiles_are_reported(deployer: Deployer, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[dict[str, Any]] = []
+    monkeypatch.setattr(api, "report", reports.append)
+    make_trainer(deployer).fit(EXAMPLES, 4, 2)
+    found = {each["step"]: each["compilations"] for each in reports if "compilations" in each}
+    assert found == {1: 1, 3: 2}  # a full batch, and the last one of an epoch
+
+
+class Number:
+    """Stands for a scalar on a device: notes when it is read."""
+
+    def __init__(self, name: str, value: Any, events: list[str]) -> None:
+        self._name, self._value, self._events = name, value, events
+
+    def __float__(self) -> float:
+        self._events.append(f"read {self._name}")
+        return float(self._value)
+
+
+def test_no_step_waits_for_its_own_metrics(deployer: Deployer, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    train = Steps.train
+
+    def recorded(self: Steps, *args: Any) -> Any:
+        state, metrics = train(self, *args)
+        number = sum(each.startswith("step") for each in events) + 1
+        events.append(f"step {number}")
+        return state, {name: Number(f"{name} of {number}", value, events) for name, value in metrics.items()}
+
+    monkeypatch.setattr(Steps, "train", recorded)
+    monkeypatch.setattr(api, "report", lambda metrics: None)
+    make_trainer(deployer).fit(EXAMPLES, 4, 1)
+    losses = [each for each in events if each.startswith(("step", "read loss"))]
+    assert losses == ["step 1", "step 2", "read loss of 1", "step 3", "read loss of 2", "read loss of 3"]
 
 
 def check_near(one: Any, other: Any) -> None:

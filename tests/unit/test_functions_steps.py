@@ -26,6 +26,7 @@ from jax.sharding import Mesh  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from raysgd.functions.sharding import ShardingRules, plan_sharding  # noqa: E402
+from raysgd.functions.worker import train_state  # noqa: E402
 from raysgd.functions.worker.random_rows import key_of_rows  # noqa: E402
 from raysgd.functions.worker.steps import Steps, mesh_of  # noqa: E402
 from support import functions_models as models  # noqa: E402
@@ -86,6 +87,11 @@ def token_loss(train_rng: Any, state: Any, params: Any, batch: Any, is_training:
     logits = models.Gpt2(VOCABULARY, layers=1).apply({"params": params}, batch["ids"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["ids"][:, 1:])
     return (losses * batch["mask"][:, 1:]).sum(), batch["mask"][:, 1:].sum()
+
+
+@pytest.fixture(autouse=True)
+def state_of_small_models_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_state, "MIN_SHARDED_BYTES", 0)
 
 
 def steps_for(params: Any, shards: int = 1, **settings: Any) -> Steps:
@@ -417,8 +423,32 @@ BLOCKS: dict[str, tuple[Any, int, tuple[str, ...], Any, int]] = {
 
 
 def collectives_of(steps: Steps, batch: Any) -> Counter[str]:
-    text = steps.lower_predict(batch).compile().as_text()
+    return collectives_in(steps.lower_predict(batch))
+
+
+def collectives_in(lowered: Any) -> Counter[str]:
+    text = lowered.compile().as_text()
     return Counter(re.findall(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\(", text))
+
+
+def test_step_of_a_small_model_has_one_all_reduce_and_computes_what_a_sharded_state_does(
+    mlp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"loss_fn": mean_loss, "optimizer": optax.adam(0.1), "lr_schedule_fn": None}
+    sharded = train(mlp, ROWS, **settings)
+    assert collectives_in(sharded[2].lower_train(ROWS))["all-gather"] >= 3
+    monkeypatch.undo()
+    whole = train(mlp, ROWS, **settings)
+    assert collectives_in(whole[2].lower_train(ROWS)) == {"all-reduce": 1}
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(whole[1]))
+    check_equal(whole, sharded)
+
+
+def test_state_of_a_large_optimizer_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    params = {"kernel": jax.ShapeDtypeStruct((1024, 2048), np.float32)}  # Adam: twice 8 MiB
+    like = steps_for(params, optimizer=optax.adam(0.1)).state_like
+    assert like.opt_state[0].mu["kernel"].sharding.spec == P(None, "data")
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -487,8 +517,8 @@ def test_shardings_of_embeddings_and_outputs_do_not_spread_to_blocks(make: Any, 
     ("returned", "message"),
     [
         (
-            lambda batch: batch["x"].sum(axis=1),
-            r"loss_fn returned an array of shape \(16,\)\. Return a scalar, the mean",
+            lambda batch: batch["x"][:3].sum(axis=1),
+            r"loss_fn returned an array of shape \(3,\)\. Return a scalar, the mean",
         ),
         (lambda batch: (batch["x"].sum(), 1.0, 2.0), "loss_fn returned a tuple of 3 values"),
         (lambda batch: (batch["x"].sum(), batch["mask"]), r"an array of shape \(16,\)"),
@@ -497,7 +527,7 @@ def test_shardings_of_embeddings_and_outputs_do_not_spread_to_blocks(make: Any, 
         (lambda batch: batch["y"].sum(), "a loss of dtype int32, which has no gradient"),
     ],
 )
-def test_loss_that_is_no_scalar_and_no_pair_is_refused(mlp: Any, returned: Any, message: str) -> None:
+def test_loss_that_is_neither_of_the_batch_nor_of_its_rows_is_refused(mlp: Any, returned: Any, message: str) -> None:
     steps = steps_for(
         mlp, loss_fn=lambda rng, state, params, batch, is_training: returned(batch), optimizer=optax.sgd(0.1)
     )

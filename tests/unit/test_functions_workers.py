@@ -102,7 +102,7 @@ class Workers:
             own = slice(rows.start - each.rows.start, rows.stop - each.rows.start)
             parts.append(jax.tree.map(lambda array, own=own: array[own], each.arrays))
         arrays = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
-        return first.__class__(first.refs, first.num_rows, arrays, slice(0, first.num_rows), "")
+        return HostBatch(first.refs, first.num_rows, first.full_rows, arrays, slice(0, first.num_rows), "")
 
 
 def loss_fn(rng: Any, state: Any, params: Any, batch: Any, is_training: bool) -> Any:

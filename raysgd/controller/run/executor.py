@@ -26,6 +26,7 @@ from raysgd.controller.requests import RunRequest
 from raysgd.controller.rounds import AwaitedMetrics
 from raysgd.controller.run.barriers import Barriers
 from raysgd.controller.run.earlier import EarlierCheckpoints
+from raysgd.controller.run.given import GivenPieces
 from raysgd.controller.run.run_files import RunFiles
 from raysgd.controller.run.worker_watch import WorkerWatch
 from raysgd.controller.run_plan import AttemptRecord, PreviousState, RunPlan
@@ -125,6 +126,7 @@ class Run:
             () if earlier is None else earlier.records,
         )
         self._machine = RunMachine(plan, uri_of=self._files.uri_of, clock=time.time)
+        self.given = GivenPieces()
         self._barriers = Barriers(0)
         self._barriers.end()  # workers of an earlier controller process may still call it
         self._reads = CheckpointReads()

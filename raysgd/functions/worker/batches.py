@@ -33,6 +33,7 @@ class HostBatch:
     Attributes:
         refs: All its examples.
         num_rows: The number of rows with padding.
+        full_rows: The rows of the other batches, to which a short last one may be padded; else ``num_rows``.
         arrays: What ``collate_fn`` returned.
         rows: The rows that the arrays have.
         signature: What all ranks must have in common: the names, shapes and types of the arrays, and the values of those that
@@ -41,6 +42,7 @@ class HostBatch:
 
     refs: list[ExampleRef]
     num_rows: int
+    full_rows: int
     arrays: Any
     rows: slice
     signature: str
@@ -58,6 +60,7 @@ class ExampleBatches:
         shuffle: Whether each epoch has an order of its own.
         pads: Whether a short last batch is filled up with copies of its first example.
         per_worker: Whether each rank collates the rows of its own devices alone; see `raysgd.functions.Deployer`.
+        agreement: Compares the batches of all ranks; it may have been used for earlier ones.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class ExampleBatches:
         shuffle: bool = False,
         pads: bool = False,
         per_worker: bool = False,
+        agreement: Agreement | None = None,
     ) -> None:
+        self._agreement = agreement or Agreement()
         self._collate_fn = collate_fn
         self._steps = steps
         self._rows = rows
@@ -88,11 +93,10 @@ class ExampleBatches:
         )
 
     def __iter__(self) -> Iterator[HostBatch]:
-        agreement = Agreement()
         for batch in self._batches:
-            agreement.add(batch.signature)
+            self._agreement.add(batch.signature)
             yield batch
-        agreement.check()
+        self._agreement.check()
 
     def first(self) -> HostBatch:
         """Return the first batch; consumes nothing."""
@@ -125,7 +129,9 @@ class ExampleBatches:
                 f"collate_fn returned arrays of the names, shapes and types {shapes:.300}, and {self._shapes:.300} before. With "
                 "Deployer(collate_per_worker=True) they must be the same in each batch: pad to a fixed length."
             )
-        return HostBatch(refs, num_rows, arrays, rows, f"{shapes} {values}")
+        has_full_batch = not self._per_worker and len(self._batches) > 1
+        full_rows = self._rows if has_full_batch else num_rows
+        return HostBatch(refs, num_rows, full_rows, arrays, rows, f"{shapes} {values}")
 
     def _seed_generators(self, own: list[ExampleRef]) -> None:
         """Seed Python's and NumPy's generators by the batch: processes that hold the same rows must make the same arrays of them.
@@ -138,10 +144,26 @@ class ExampleBatches:
         np.random.seed(seed)
 
 
+def place_for_loss(steps: Steps, batch: HostBatch, *, is_training: bool) -> tuple[Any, int]:
+    """Place a batch on the devices, and return how many of its rows count.
+
+    A short last batch is padded with copies of its first row if the loss is one of single rows: another shape would be compiled,
+    and rows that do not divide by the devices would be computed by each of them.
+    """
+    missing = batch.full_rows - batch.num_rows
+    if not missing or not steps.is_loss_of_rows(batch.arrays, is_training=is_training):
+        return steps.place_batch(batch.arrays, batch.num_rows, batch.rows), batch.num_rows
+
+    def pad(array: Any) -> Any:
+        return np.concatenate([array, np.repeat(np.asarray(array)[:1], missing, 0)])
+
+    return steps.place_batch(jax.tree.map(pad, batch.arrays), batch.full_rows), batch.num_rows
+
+
 class Agreement:
     """Checks that all ranks make the same batches. Else they would compute different programs, or let replicas differ.
 
-    Each check is an exchange between the ranks: after the batches 1, 2, 4, 8 and so on, and after the last one.
+    Each check is an exchange between the ranks: after the batches 1, 2, 4, 8 and so on, and after the last one of each epoch.
     """
 
     def __init__(self) -> None:
@@ -191,6 +213,7 @@ class BatchesByEpoch:
         make_examples: The user's function.
         open_batches: Returns the batches of a dataset.
         seed: For random numbers that the function draws from Python's and NumPy's generators.
+        is_same: Whether the ranks are known to get equally many examples.
     """
 
     def __init__(
@@ -200,7 +223,9 @@ class BatchesByEpoch:
         open_batches: Callable[[WorkerDataset], ExampleBatches],
         *,
         seed: int,
+        is_same: bool = False,
     ) -> None:
+        self._is_same = is_same
         self._name = name
         self._make_examples = make_examples
         self._open_batches = open_batches
@@ -240,15 +265,16 @@ class BatchesByEpoch:
     def _open(self, epoch: int) -> None:
         start = self.position if self.position.epoch == epoch else Position(epoch=epoch)
         self.close()
+        self._start = start
         examples = self._make(epoch)
-        numbers = api.gather(len(examples))
+        numbers = [] if self._is_same else api.gather(len(examples))
         if len(set(numbers)) > 1:
             raise ConfigError(
                 f"{self._name}(epoch_idx={epoch}) returned different numbers of examples on the ranks: "
                 f"{', '.join(map(str, numbers))}. Return the same examples on all."
             )
         source = Source("items", (examples,), (len(examples),))
-        self._start, self._made_for = start, epoch
+        self._made_for = epoch
         self._datasets = context.acting().open_datasets(DatasetPlan({self._name: source}), fetch=lambda block: block)
         dataset = self._datasets.get(self._name)
         dataset.check(start)

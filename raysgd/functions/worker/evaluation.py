@@ -13,7 +13,7 @@ from raysgd._util.json import encode, take_nonfinite
 from raysgd._util.text import with_article
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import ConfigError
-from raysgd.functions.worker.batches import HostBatch
+from raysgd.functions.worker.batches import HostBatch, place_for_loss
 from raysgd.functions.worker.steps import Steps
 from raysgd.functions.worker.train_state import TrainState
 
@@ -22,10 +22,10 @@ _MAX_ELEMENTS = 1000
 
 
 def compute_loss(steps: Steps, state: TrainState, batches: Iterable[HostBatch]) -> float:
-    """Return the loss over all examples, weighted by rows, or by what loss_fn counts. The last batch runs at its own size."""
+    """Return the loss over all examples, weighted by rows, or by what loss_fn counts."""
     total = weight = 0.0
     for batch in batches:
-        sums = steps.eval_loss(state, steps.place_batch(batch.arrays, batch.num_rows, batch.rows))
+        sums = steps.eval_loss(state, *place_for_loss(steps, batch, is_training=False))
         total, weight = total + float(sums[0]), weight + float(sums[1])
     return total / weight if weight else float("nan")
 

@@ -19,19 +19,23 @@ from raysgd.data.dataset import WorkerDataset
 from raysgd.data.order.position import Position
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.functions.examples import call_by_name
-from raysgd.functions.metrics import PREFIX, TRAIN_LOSS, as_metrics, check_wanted
+from raysgd.functions.metrics import COMPILATIONS, PREFIX, TRAIN_LOSS, as_metrics, check_wanted
 from raysgd.functions.settings import FitSettings
 from raysgd.functions.sharding import DATA_AXIS, plan_sharding
-from raysgd.functions.worker.batches import BatchesByEpoch, ExampleBatches
+from raysgd.functions.worker.batches import Agreement, BatchesByEpoch, ExampleBatches, place_for_loss
 from raysgd.functions.worker.evaluation import Predictions, compute_loss, predict, write_evaluation
 from raysgd.functions.worker.predicting import load_start, rows_on_all_devices
 from raysgd.functions.worker.steps import Steps, find_steps, mesh_of
 from raysgd.functions.worker.train_state import TrainState, cast
-from raysgd.session import api, rank_state
+from raysgd.session import api, context, rank_state
 from raysgd.train.loop import LoopPosition, LoopSettings, Stepper
 from raysgd.train.loop import train as run_loop
 
 TRAIN, EVAL = "train", "eval"
+
+
+class EndOfEpochs(Exception):
+    """The driver gives no more epochs."""
 
 
 class Fitting(Stepper):
@@ -56,7 +60,7 @@ class Fitting(Stepper):
         self._sums = [0.0, 0.0]
         self._history: list[dict[str, Any]] = []
         self._unread: Any = None  # metrics of the newest step, which the device may not have computed yet
-        self._has_warned = False
+        self._has_warned = self._saves = False
         self._metrics: dict[str, Any] = {}  # of the newest report
         self._found: tuple[dict[str, Any], Predictions] | None = None  # by the evaluation of the epoch
 
@@ -83,13 +87,21 @@ class Fitting(Stepper):
         if is_new and settings.eval_sanity_check and settings.has_eval:
             self._check_evaluation()
         loop_settings = LoopSettings(
-            epochs=settings.last_epoch,
+            epochs=None if settings.takes_epochs else settings.last_epoch,
             validate_every_epochs=1 if settings.has_eval else None,
             save_every=settings.save_every_n_steps,
-            save_every_epochs=1,
+            save_every_epochs=None if settings.takes_epochs else 1,
             saves_last=False,
         )
-        run_loop(self, loop_settings, api.should_stop)
+        try:
+            run_loop(self, loop_settings, api.should_stop)
+        except EndOfEpochs:
+            self.after_epoch(self.position.epoch)
+        except Exception:
+            if settings.takes_epochs:  # the driver has no newer state
+                self._saves = True
+                self.after_epoch(self.position.epoch)
+            raise
         compilations = dict(self._steps.num_compilations)
         if self._pred_steps is not None:
             compilations["predict"] = self._pred_steps.num_compilations["predict"]
@@ -132,13 +144,17 @@ class Fitting(Stepper):
         self._pred_steps: Steps | None = None
         seed, collate_fn = settings.jax_seed, parts["collate_fn"]
         common: dict[str, Any] = {"seed": seed, "per_worker": settings.collate_per_worker}
+        agreement = Agreement()
 
         def open_batches(dataset: WorkerDataset) -> ExampleBatches:
-            return ExampleBatches(dataset, collate_fn, self._steps, rows, shuffle=True, **common)
+            return ExampleBatches(dataset, collate_fn, self._steps, rows, shuffle=True, agreement=agreement, **common)
 
         self._by_epoch: BatchesByEpoch | None = None
-        if (make_examples := parts["train_examples"]) is not None:
-            self._by_epoch = BatchesByEpoch("train_examples", make_examples, open_batches, seed=seed)
+        make_examples = self._take_examples if settings.takes_epochs else parts["train_examples"]
+        if make_examples is not None:
+            self._by_epoch = BatchesByEpoch(
+                "train_examples", make_examples, open_batches, seed=seed, is_same=settings.takes_epochs
+            )
         self._batches = self._by_epoch or open_batches(api.get_dataset(TRAIN))
         if not settings.has_eval:
             return
@@ -209,12 +225,15 @@ class Fitting(Stepper):
 
     def train_epoch(self) -> Iterator[None]:
         for batch in self._batches:
-            placed = self._steps.place_batch(batch.arrays, batch.num_rows, batch.rows)
-            self._state, metrics = self._steps.train(self._state, placed)
+            placed, counts = place_for_loss(self._steps, batch, is_training=True), self._steps.num_compilations
+            before = counts["train"]
+            self._state, metrics = self._steps.train(self._state, *placed)
             self._read_metrics()  # of the step before, so that the device has the next one to do
             self._unread = metrics
             shown = {name: value for name, value in metrics.items() if name not in ("step", "weight")}
             self._metrics = {"epoch": self.position.epoch, "step": self.position.steps + 1, **shown}
+            if counts["train"] > before:
+                self._metrics[COMPILATIONS] = counts["train"]
             yield
 
     def report(self) -> None:
@@ -243,8 +262,26 @@ class Fitting(Stepper):
             if self._is_first and self._settings.folder is not None:
                 write_evaluation(self._settings.folder, epoch, results, predictions)
         self._metrics = {"epoch": epoch, "step": self.position.steps, **metrics}
-        self._history.append(self._metrics)
+        self._history = [*([] if self._settings.takes_epochs else self._history), self._metrics]
         self.position.reported = -1  # the loss of the step was reported; now there are those of the epoch
+
+    def _take_examples(self, epoch_idx: int) -> Any:
+        """Wait for the examples of an epoch that the driver gives, and whether it is saved.
+
+        Raises:
+            EndOfEpochs: There are no more.
+        """
+        session: Any = context.acting()
+        examples, self._saves = session.take(epoch_idx)
+        if examples is None:
+            self._saves = True
+            raise EndOfEpochs
+        return examples
+
+    def after_epoch(self, epoch: int) -> None:
+        if self._saves and self.position.saved != self.position.steps:
+            self.position.saved = self.position.steps
+            self.save()
 
     # ---------------------------------------------------------------------------------------------------- evaluation
 

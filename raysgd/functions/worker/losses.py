@@ -25,13 +25,21 @@ class Loss(NamedTuple):
     weight: Any
 
 
-def as_loss(returned: Any, num_rows: int) -> Loss:
+def as_loss(returned: Any, num_rows: int, counts: Any) -> Loss:
     """Convert what loss_fn returned for a batch.
 
+    Args:
+        returned: As above.
+        num_rows: The rows of the batch.
+        counts: For each row whether it counts. Rows of a loss that is a scalar all count.
+
     Raises:
-        ConfigError: It is neither a scalar nor a pair of scalars.
+        ConfigError: It is neither a scalar or one number for each row, nor a pair of these.
     """
-    advice = "Return a scalar, the mean over the rows of its batch, or (loss_sum, weight), two scalars."
+    advice = (
+        "Return a scalar, the mean over the rows of its batch, or (loss_sum, weight), two scalars; or the same for each row, as "
+        "arrays."
+    )
     is_pair = isinstance(returned, (tuple, list))
     values = list(returned) if is_pair else [returned]
     if len(values) != (2 if is_pair else 1):
@@ -39,15 +47,17 @@ def as_loss(returned: Any, num_rows: int) -> Loss:
     for value in values:
         if not isinstance(value, (int, float, jax.Array)) and not hasattr(value, "dtype"):
             raise ConfigError(f"loss_fn returned a value of type {type(value).__name__}. {advice}")
-        if jnp.shape(value) != ():
+        if jnp.shape(value) not in ((), (num_rows,)) or jnp.shape(value) != jnp.shape(values[0]):
             raise ConfigError(f"loss_fn returned an array of shape {jnp.shape(value)}. {advice}")
     if not jnp.issubdtype(jnp.result_type(values[0]), jnp.floating):
         raise ConfigError(
             f"loss_fn returned a loss of dtype {jnp.result_type(values[0])}, which has no gradient. {advice}"
         )
-    total = jnp.asarray(values[0], jnp.float32)
-    if is_pair:
-        return Loss(total, jax.lax.stop_gradient(jnp.asarray(values[1], jnp.float32)))
+    total, *weight = (jnp.asarray(value, jnp.float32) for value in values)
+    if total.shape:
+        total, weight = jnp.where(counts, total, 0).sum(), [jnp.where(counts, *(weight or [1.0]), 0).sum()]
+    if weight:
+        return Loss(total, jax.lax.stop_gradient(weight[0]))
     return Loss(total * num_rows, jnp.float32(num_rows))
 
 

@@ -4,7 +4,7 @@ A step computes with whole batches; the shardings of its inputs make XLA split t
 on the number of devices: a mean over rows is a mean over all rows of the batch.
 
 - Parameters are sharded as a `ShardingPlan` says; batches by rows along the data axis.
-- The state of the optimizer is sharded as its parameters, and in addition along the data axis (ZeRO-1).
+- The state of the optimizer is sharded as its parameters, and in addition along the data axis if it is large (ZeRO-1).
 - The random key is part of the state. Random numbers do not depend on the mesh either.
 """
 
@@ -98,7 +98,8 @@ class Steps:
         mesh: A mesh with the axes data and model.
         plan: The plan for the parameters.
         loss_fn: ``loss_fn(train_rng, state, params, batch, is_training)``. It returns a scalar, a mean over the rows of its
-            batch, or ``(loss_sum, weight)``, two scalars. None: there is no loss, only prediction.
+            batch, or ``(loss_sum, weight)``, two scalars; or the same for each row, as arrays. None: there is no loss, only
+            prediction.
         optimizer: Any transformation of optax.
         accumulate_grad_batches: The number of micro-batches that a training batch is split into.
         lr_schedule_fn: The schedule that the optimizer was made with, from the number of updates to the learning rate. It is
@@ -150,7 +151,7 @@ class Steps:
         self._compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), plan.specs)
-        self._zero_params = zero_shardings(mesh, plan)
+        self._zero_params = None if optimizer is None else zero_shardings(mesh, plan, optimizer)
         self._model = model or Model(plan.specs)
         state_plan = None
         if (others := self._model.model_state) is not None:
@@ -161,6 +162,8 @@ class Steps:
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self._like)
         self._own_step_fn = train_step_fn
         self._steps_per_update = steps_per_update
+        self._is_loss_of_rows: dict[bool, bool] = {}
+        self._placed_counts: dict[int, Any] = {}
         self._train = jax.jit(
             self._train_step if train_step_fn is None else self._own_train_step,
             donate_argnums=0,
@@ -307,12 +310,13 @@ class Steps:
 
     # ---------------------------------------------------------------------------------------------------- steps
 
-    def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def train(self, state: TrainState, batch: Any, num_counted: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """Apply one update.
 
         Args:
             state: The state, whose memory is reused: it must not be used afterwards.
             batch: A tree of arrays from `place_batch`.
+            num_counted: How many rows count, the first ones; the others are padding. None: all.
 
         Returns:
             The new state, and the metrics as scalars: ``loss`` before the update, ``weight`` (the number of rows, or the sum of
@@ -322,11 +326,36 @@ class Steps:
         Raises:
             ConfigError: loss_fn returned something else than a scalar or a pair of scalars.
         """
-        return self._train(state, batch)  # type: ignore[no-any-return]
+        return self._train(state, batch, self._placed_count(batch, num_counted))  # type: ignore[no-any-return]
 
-    def eval_loss(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
+    def eval_loss(self, state: TrainState, batch: Any, num_counted: int | None = None) -> tuple[Any, Any]:
         """Return the sum of the loss over a batch, and its weight: rows, or what loss_fn returned. Their ratio is the loss."""
-        return self._eval(state, batch)  # type: ignore[no-any-return]
+        return self._eval(state, batch, self._placed_count(batch, num_counted))  # type: ignore[no-any-return]
+
+    def is_loss_of_rows(self, batch: Any, *, is_training: bool) -> bool:
+        """Return whether loss_fn returns a loss for each row, so that a batch can be padded. No device computes.
+
+        Rows of padding would change the statistics of a module's batch norm.
+        """
+        if is_training and (self._own_step_fn is not None or self._others_like is not None):
+            return False
+        if is_training not in self._is_loss_of_rows:
+            key, given = key_like(self._mesh), (self.state_like, self._batch_like(batch))
+            returned = jax.eval_shape(
+                lambda key, state, batch: self._call_loss(
+                    key, state, state.params, state.model_state, batch, is_training=is_training
+                )[0],
+                key,
+                *given,
+            )
+            self._is_loss_of_rows[is_training] = jax.tree.leaves(returned)[0].shape != ()
+        return self._is_loss_of_rows[is_training]
+
+    def _placed_count(self, batch: Any, num_counted: int | None) -> Any:
+        number = num_rows_of(batch) if num_counted is None else num_counted
+        if number not in self._placed_counts:
+            self._placed_counts[number] = _placed(np.int32(number), self._replicated)
+        return self._placed_counts[number]
 
     def predict(self, rng: Any, params: Any, batch: Any, model_state: Any = None) -> Any:
         """Return what pred_fn returns, replicated, so that every process can read all rows."""
@@ -334,22 +363,23 @@ class Steps:
 
     def lower_train(self, batch: Any) -> Any:
         """Lower the training step for batches like this one, from shapes alone: ``.compile().as_text()`` is its HLO."""
-        return self._train.lower(self.state_like, self._batch_like(batch))
+        return self._train.lower(self.state_like, self._batch_like(batch), self.state_like.step)
 
     def lower_predict(self, batch: Any) -> Any:
         """Lower the prediction step for batches like this one, from shapes alone."""
         key = key_like(self._mesh)
         return self._predict.lower(key, params_like(self._mesh, self._plan), self._batch_like(batch), self._others_like)
 
-    def _train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def _train_step(self, state: TrainState, batch: Any, num_counted: Any) -> tuple[TrainState, dict[str, Any]]:
         self.num_compilations["train"] += 1
         assert self._optimizer is not None and self._shardings is not None
         next_rng, train_rng = jax.random.split(state.rng)
 
         def loss_of(params: Any, model_state: Any, rng: Any, micro_batch: Any) -> tuple[Loss, Any]:
-            return self._loss(rng, state, params, model_state, micro_batch, is_training=True)
+            return self._loss(rng, state, params, model_state, *micro_batch, is_training=True)
 
-        batches = self._split(batch)
+        counts = jnp.arange(num_rows_of(batch)) < num_counted
+        batches = self._split((batch, counts))
         loss, grads, others = sum_of_losses(loss_of, state.params, state.model_state, train_rng, batches)
         scale = jnp.where(loss.weight == 0, 0, 1 / loss.weight)  # a batch in which nothing counts changes nothing
         grads = jax.tree.map(lambda grad, param: (grad * scale).astype(param.dtype), grads, state.params)
@@ -367,7 +397,7 @@ class Steps:
         others = self._constrain(others, self._others)
         return TrainState(state.step + 1, params, opt_state, next_rng, others, state.apply_fn), metrics
 
-    def _own_train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def _own_train_step(self, state: TrainState, batch: Any, num_counted: Any) -> tuple[TrainState, dict[str, Any]]:
         self.num_compilations["train"] += 1
         assert self._optimizer is not None and self._own_step_fn is not None and self._shardings is not None
         next_rng, train_rng = jax.random.split(state.rng)
@@ -395,11 +425,12 @@ class Steps:
         opt_state = self._constrain(opt_state, self._shardings.opt_state)
         return TrainState(state.step + 1, params, opt_state, next_rng, state.model_state, state.apply_fn), metrics
 
-    def _eval_step(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
+    def _eval_step(self, state: TrainState, batch: Any, num_counted: Any) -> tuple[Any, Any]:
         self.num_compilations["eval_loss"] += 1
         rows = num_rows_of(batch)
         key = key_of_rows(state.rng, 0, stride=1, num_rows=rows, num_all=rows)
-        loss, _ = self._loss(key, state, state.params, state.model_state, batch, is_training=False)
+        counts = jnp.arange(rows) < num_counted
+        loss, _ = self._loss(key, state, state.params, state.model_state, batch, counts, is_training=False)
         return loss.total, loss.weight
 
     def _pred_step(self, rng: Any, params: Any, batch: Any, model_state: Any) -> Any:
@@ -410,17 +441,22 @@ class Steps:
         return call_by_name(self._pred_fn, rng=rng, **{self._name: model}, batch=batch)
 
     def _loss(
-        self, rng: Any, state: TrainState, params: Any, model_state: Any, batch: Any, *, is_training: bool
+        self, rng: Any, state: TrainState, params: Any, model_state: Any, batch: Any, counts: Any, *, is_training: bool
     ) -> tuple[Loss, Any]:
+        num_rows = num_rows_of(batch)  # loss_fn may take arrays out of the dict
+        returned, model = self._call_loss(rng, state, params, model_state, batch, is_training=is_training)
+        return as_loss(returned, num_rows, counts), self._model.state_of(model)
+
+    def _call_loss(
+        self, rng: Any, state: TrainState, params: Any, model_state: Any, batch: Any, *, is_training: bool
+    ) -> tuple[Any, Any]:
+        """Return what loss_fn returns, and the model that it was given."""
         if self._loss_fn is None:
             raise ConfigError("There is no loss_fn: give Steps(loss_fn=...).")
-        num_rows = num_rows_of(batch)  # loss_fn may take arrays out of the dict
         computed = self._as_used(self._as_computed(params))
         model = self._model.build(computed, model_state, rng, is_training=is_training)
-        returned = call_by_name(
-            self._loss_fn, rng=rng, state=state, **{self._name: model}, batch=batch, is_training=is_training
-        )
-        return as_loss(returned, num_rows), self._model.state_of(model)
+        given = {"rng": rng, "state": state, self._name: model, "batch": batch, "is_training": is_training}
+        return call_by_name(self._loss_fn, **given), model
 
     @property
     def _name(self) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from raysgd.functions.sharding import DATA_AXIS, MODEL_AXIS, ParameterSharding, ShardingPlan
 from raysgd.functions.trees import as_nested_dict, key_of
 from raysgd.jax.restoring import restore
+
+#: Bytes of an optimizer's state from which on it is sharded along the data axis. To gather the parameters after each update costs
+#: a collective for each one, which takes longer than the step of a small model.
+MIN_SHARDED_BYTES = 16 << 20
 
 
 @jax.tree_util.register_dataclass
@@ -92,9 +97,10 @@ def key_like(mesh: Mesh) -> Any:
     return _like(key.shape, key.dtype, mesh, PartitionSpec())
 
 
-def zero_shardings(mesh: Mesh, plan: ShardingPlan) -> Any:
+def zero_shardings(mesh: Mesh, plan: ShardingPlan, optimizer: optax.GradientTransformation) -> Any:
     """Return the tree of parameters with the sharding of what the optimizer holds for each one."""
-    specs = [zero_spec(mesh, each.shape, each.spec) for each in plan.parameters]
+    spec_of = _spec_of(jax.eval_shape(optimizer.init, params_like(mesh, plan)))
+    specs = [spec_of(mesh, each.shape, each.spec) for each in plan.parameters]
     return jax.tree_util.tree_unflatten(plan.structure, [NamedSharding(mesh, spec) for spec in specs])
 
 
@@ -110,13 +116,14 @@ def state_like(
     opt_state = jax.eval_shape(optimizer.init, params)
     paths = [keys for keys, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     by_path = dict(zip(paths, plan.parameters, strict=True))
+    spec_of = _spec_of(opt_state)
 
     def shard(keys: Any, leaf: Any) -> Any:
         # Most optimizers hold trees like the parameters: their paths end alike.
         ends = (by_path.get(keys[start:]) for start in range(len(keys)))
         owner: ParameterSharding | None = next((each for each in ends if each is not None), None)
         spec = owner.spec if owner is not None and owner.shape == leaf.shape else PartitionSpec()
-        return _like(leaf.shape, leaf.dtype, mesh, zero_spec(mesh, leaf.shape, spec))
+        return _like(leaf.shape, leaf.dtype, mesh, spec_of(mesh, leaf.shape, spec))
 
     return TrainState(
         _like((), np.int32, mesh, PartitionSpec()),
@@ -149,6 +156,12 @@ def with_plain_keys(optimizer: optax.GradientTransformation, params: Any) -> opt
         return updates, plain(new)
 
     return optax.GradientTransformationExtraArgs(lambda params: plain(optimizer.init(params)), update)
+
+
+def _spec_of(opt_state: Any) -> Callable[[Mesh, tuple[int, ...], PartitionSpec], PartitionSpec]:
+    """Return what makes the spec of a leaf of this state from that of its parameter."""
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state))
+    return zero_spec if size >= MIN_SHARDED_BYTES else lambda mesh, shape, spec: spec
 
 
 def zero_spec(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:

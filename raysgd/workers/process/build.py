@@ -203,6 +203,10 @@ class ControllerLink:
             raise AttemptEnded("the attempt ended while ranks were waiting for each other")
         return bytes(answer)
 
+    def take(self, number: int) -> Any:
+        found = self._ask("take", number)
+        return None if found is None else loads(resolve(found[0]))
+
     def newest_checkpoint(self, index: int, num_saves: int) -> FromCheckpoint | None:
         uri = self._ask("newest_checkpoint", index, num_saves)
         return None if uri is None else FromCheckpoint(uri)
