@@ -64,7 +64,7 @@ class TrainingByEpochs:
         epoch: The next epoch.
     """
 
-    def __init__(self, stream: ResultStream, of: Any, began: tuple[int, int], on_end: Callable[[Any], object]) -> None:
+    def __init__(self, stream: ResultStream, of: Any, began: tuple[int, int], on_end: Callable[[Any], Any]) -> None:
         self.stream = stream
         self.of = of
         self.began = began

@@ -40,7 +40,7 @@ class Link(Protocol):
         """
 
     def take(self, number: int) -> Any:
-        """Return a piece that the driver has given to the run; None if it has not come after some seconds."""
+        """Return a piece that the driver gives to the run, or None if it does not come within some seconds."""
 
     def newest_checkpoint(self, index: int, num_saves: int) -> Any:
         """Return the newest committed checkpoint of the run, as `StartingPoint.load` takes it, or None.

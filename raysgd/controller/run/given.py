@@ -23,7 +23,7 @@ class GivenPieces:
             self._changed.notify_all()
 
     async def take(self, number: int) -> Any:
-        """Return a piece; None if it has not come after some seconds."""
+        """Return a piece, or None if it does not come within some seconds."""
         async with self._changed:
             try:
                 await asyncio.wait_for(self._changed.wait_for(lambda: number in self._pieces), _WAIT_S)

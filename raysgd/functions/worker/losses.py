@@ -53,11 +53,12 @@ def as_loss(returned: Any, num_rows: int, counts: Any) -> Loss:
         raise ConfigError(
             f"loss_fn returned a loss of dtype {jnp.result_type(values[0])}, which has no gradient. {advice}"
         )
-    total, *weight = (jnp.asarray(value, jnp.float32) for value in values)
+    total, *given = (jnp.asarray(value, jnp.float32) for value in values)
     if total.shape:
-        total, weight = jnp.where(counts, total, 0).sum(), [jnp.where(counts, *(weight or [1.0]), 0).sum()]
-    if weight:
-        return Loss(total, jax.lax.stop_gradient(weight[0]))
+        weight = given[0] if given else jnp.ones_like(total)
+        return Loss(jnp.where(counts, total, 0).sum(), jax.lax.stop_gradient(jnp.where(counts, weight, 0).sum()))
+    if given:
+        return Loss(total, jax.lax.stop_gradient(given[0]))
     return Loss(total * num_rows, jnp.float32(num_rows))
 
 
