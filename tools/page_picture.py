@@ -1,6 +1,6 @@
-"""Take the picture of the page of runs for README.md and doc/: two real runs of examples/01_digits.py, one with a killed worker.
+"""Take the pictures of the page of runs for README.md and doc/: two real runs of examples/01_digits.py, one with a killed worker.
 
-    python tools/page_picture.py [doc/guides/runs.png]
+    python tools/page_picture.py [doc/guides]
 
 Needs a Chromium (tools/get_browser.sh).
 """
@@ -21,7 +21,11 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.browser import launched, opened  # noqa: E402  (it is not installed)
 
 EPOCHS = 40
-WIDTH, HEIGHT = 1500, 960
+#: File, width, height, theme and what is shown.
+PICTURES = (
+    ("runs.png", 1280, 960, "light", "#/charts?smooth=0.6"),
+    ("runs-narrow.png", 400, 960, "dark", "#/charts?ranks=loss"),
+)
 
 
 def train(folder: Path, name: str, lr: float, plan: FaultPlan | None) -> str:
@@ -35,7 +39,7 @@ def train(folder: Path, name: str, lr: float, plan: FaultPlan | None) -> str:
 
 
 def main() -> None:
-    output = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "doc" / "guides" / "runs.png")
+    output = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "doc" / "guides")
     with tempfile.TemporaryDirectory() as folder, launched() as browser:
         runs = [
             train(Path(folder), "digits-fast", 4e-3, FaultPlan([Kill(rank=1, step=18)])),
@@ -43,11 +47,12 @@ def main() -> None:
         ]
         page = Path(folder) / "page.html"
         raysgd_command(["report", *runs, "-o", str(page)])
-        with opened(browser, page.as_uri(), width=WIDTH) as tab:
-            tab.wait_for_curves(3)
-            tab.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
-            output.write_bytes(tab.page.screenshot())
-    print(f"{output}: {output.stat().st_size:,} bytes")
+        for name, width, height, colours, shown in PICTURES:
+            with opened(browser, page.as_uri() + shown, width=width, colours=colours) as tab:
+                tab.wait_for_curves(3)
+                tab.page.set_viewport_size({"width": width, "height": height})
+                (output / name).write_bytes(tab.page.screenshot())
+            print(f"{output / name}: {(output / name).stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

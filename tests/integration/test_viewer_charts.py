@@ -230,6 +230,57 @@ def test_any_metric_is_an_axis_and_runs_with_the_same_epochs_keep_all_points(
         assert tab.complaints == []
 
 
+ODD = {
+    "tiny": [1e-30 * (1 + i) for i in range(50)],
+    "huge": [1e300 * (1 + i) for i in range(50)],
+    "offset": [1e6 + i / 100 for i in range(50)],
+    "large_bytes": [1e9 + i for i in range(50)],
+    "zero": [0.0] * 50,
+    "signs": [math.sin(i) for i in range(50)],
+    "edge": [
+        0.99e-3 * 1.2**i for i in range(50)
+    ],  # uPlot's own ticks of a logarithmic axis never end for some of these
+    "alone": [1.0 if i % 2 else math.nan for i in range(50)],
+    "once": [0.5] + [None] * 49,
+    "__proto__": [0.5] * 50,
+    "x" * 300: [0.25] * 50,
+}
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+def test_odd_numbers_and_names_have_curves_and_ticks_that_differ(browser: Any, tmp_path: Path, is_log: bool) -> None:
+    rows = [{name: values[i] for name, values in ODD.items()} for i in range(50)]
+    address = f"{write_page(tmp_path, curve(tmp_path, rows))}#/charts?all=1{'&log=1' * is_log}"
+    with opened(browser, address) as tab:
+        tab.wait_for_curves(1)
+        script = """() => [...document.querySelectorAll("#charts .chart")].map(({ chart }) => {
+          chart.draw();
+          return new Promise(done => setTimeout(() => done([chart.options.name, chart.plot && chart.plot.axes[1]._values]), 20));
+        })"""
+        ticks = dict(tab.page.evaluate(f"Promise.all(({script})())"))
+        assert ticks.keys() == ODD.keys()
+        drawn = {name: texts for name, texts in ticks.items() if texts is not None}
+        assert ticks.keys() - drawn.keys() == ({"zero"} if is_log else set())
+        for name, texts in drawn.items():
+            assert len(texts) == len(set(texts)) > 1, (name, texts)
+        notes = [chart.inner_text() for chart in tab.page.locator("#charts .chart").all()]
+        assert [text.partition("\n")[0] for text in notes if "not above 0" in text] == (
+            ["zero", "signs"] if is_log else []
+        )
+        assert tab.num_drawn_curves() >= 4 and tab.complaints == []
+
+
+def test_thousands_of_metrics_are_shown_in_part(browser: Any, tmp_path: Path) -> None:
+    run = curve(tmp_path, [{f"task/{k:04d}": 0.5 for k in range(2000)}] * 2)
+    with opened(browser, write_page(tmp_path, run)) as tab:
+        tab.wait_for_curves(1)
+        tab.page.click("#more")
+        assert tab.text("#metrics-count") == "200 of 2000 metrics"
+        assert "Filter to see others than the first 200" in tab.text("#metrics-note")
+        tab.page.fill("#filter", "1999")
+        assert tab.page.locator("#charts h3").all_inner_texts() == ["task/1999"]
+
+
 def test_chart_is_saved_as_csv_and_png(browser: Any, pair: list[Path], tmp_path: Path) -> None:
     with opened(browser, f"{write_page(tmp_path, *pair)}#/charts?smooth=0.5") as tab:
         tab.wait_for_curves(2)
@@ -277,26 +328,62 @@ def test_keys_do_what_the_dialog_lists_and_can_be_turned_off(browser: Any, pair:
         tab.wait_for_curves(2)
         keyboard = tab.page.keyboard
         keyboard.press("?")
-        assert "choose the horizontal axis" in tab.text("dialog")
+        assert "choose the horizontal axis" in tab.text("#keys")
         keyboard.press("Escape")
-        tab.wait_for("!document.querySelector('dialog').open")
+        tab.wait_for("!document.querySelector('#keys').open")
         keyboard.press("l")
         tab.wait_for("document.querySelector('.plot').chart.plot.scales.y.distr === 3")
         keyboard.press("j")
         keyboard.press("j")
         assert tab.page.evaluate("document.activeElement === document.querySelectorAll('.chart')[1]")
+        last = tab.page.locator("#charts .legend .value").nth(3).inner_text()
+        keyboard.press("Shift+ArrowLeft")
+        keyboard.press("Shift+ArrowLeft")
+        assert tab.page.locator("#charts .legend .value").nth(3).inner_text() != last
         keyboard.press("t")
         keyboard.press("t")
-        tab.wait_for("document.documentElement.dataset.theme === 'dark'")
-        tab.page.reload()
         tab.wait_for("document.documentElement.dataset.theme === 'dark'")
         keyboard.press("/")
         keyboard.type("layer l")
+        tab.wait_for("location.hash.includes('filter=')")
+        tab.page.reload()
+        tab.wait_for("document.documentElement.dataset.theme === 'dark'")
+        tab.wait_for_curves(1)
         assert tab.page.input_value("#filter") == "layer l" and tab.page.is_checked("#log")
         tab.page.get_by_role("button", name="Keys").click()
         tab.page.uncheck("#keys-on")
         keyboard.press("Escape")
-        tab.wait_for("!document.querySelector('dialog').open")
+        tab.wait_for("!document.querySelector('#keys').open")
         keyboard.press("l")
         assert tab.page.is_checked("#log")
         assert tab.complaints == []
+
+
+@pytest.mark.alone
+def test_many_long_curves_are_drawn_soon_and_scroll_without_pauses(browser: Any, tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "long")
+    run.begin_attempt([11])
+    for first in range(0, 20_000, 500):
+        run.report(*({f"m{k:02d}": math.sin((first + i) / (50 + k)) for k in range(50)} for i in range(500)))
+        run.now += 500
+    run.end()
+    with opened(browser, f"{write_page(tmp_path, run.path)}#/charts?all=1") as tab:
+        tab.wait_for_curves(6)
+        tab.page.evaluate("""() => {
+          window.pauses = [];
+          new PerformanceObserver(list => pauses.push(...list.getEntries().map(entry => entry.duration)))
+            .observe({ type: "longtask" });
+        }""")
+        tab.page.mouse.move(600, 700)
+        for _ in range(60):
+            tab.page.mouse.wheel(0, 150)
+            tab.page.wait_for_timeout(30)
+        assert tab.page.evaluate("pauses") == [], "tasks of more than 50 ms"
+        tab.page.reload()
+        tab.wait_for_curves(1)
+        script = """() => {
+          const began = performance.now();
+          for (const chart of page.charts.values()) chart.draw();
+          return performance.now() - began;
+        }"""
+        assert tab.page.evaluate(script) < 2000

@@ -26,7 +26,7 @@ function number(value, digits = 5) {
   if (value === null || value === undefined) return "–";
   if (Number.isInteger(value) && Math.abs(value) < 1e7) return String(value);
   const size = Math.abs(value);
-  return size !== 0 && (size < 1e-4 || size >= 1e7) ? value.toExponential(3) : String(Number(value.toPrecision(digits)));
+  return size !== 0 && (size < 1e-4 || size >= 1e7) ? Number(value.toPrecision(digits)).toExponential() : String(Number(value.toPrecision(digits)));
 }
 function seconds(value) {
   if (value === null || value === undefined) return "–";
@@ -40,9 +40,9 @@ function seconds(value) {
 const TIME_STEPS = [...[-9, -8, -7, -6, -5, -4, -3, -2, -1].flatMap(power => [1, 2, 5].map(digit => Number(`${digit}e${power}`))), 1, 2, 5, 10, 15, 30, 60, 120, 300,
   600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, ...[1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].map(days => days * 86_400)];
 function secondTicks(values) {
-  const shown = values.filter(value => value !== null), largest = Math.max(...shown.map(Math.abs));
+  const largest = Math.max(...values.map(Math.abs));
   const two = value => String(value).padStart(2, "0");
-  const step = shown.length > 1 ? Math.abs(shown[1] - shown[0]) : largest;
+  const step = values.length > 1 ? values[1] - values[0] : largest;
   const textOf = value => {
     if (largest < 1e-3) return `${number(value * 1e6)} \u00b5s`;
     if (largest < 1) return `${number(value * 1e3)} ms`;
@@ -51,16 +51,37 @@ function secondTicks(values) {
     if (largest < 7200) return `${minutes}:${two(whole % 60)} min`;
     return `${Math.floor(minutes / 60)}:${two(minutes % 60)}${step < 60 ? `:${two(whole % 60)}` : ""} h`;
   };
-  return values.map(value => value === null ? "" : textOf(value));
+  return values.map(textOf);
 }
-function bytes(value) {
+const WHOLE_STEPS = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map(digit => digit * 10 ** power)).flat();
+// The places of ticks, some `count` of them; uPlot's own have no steps below 1e-16, and none above 1e32.
+function ticksOf(min, max, count, steps = null) {
+  const least = (max - min) / count, power = 10 ** Math.floor(Math.log10(least));
+  const step = steps?.find(length => length >= least) ?? [1, 2, 5, 10].find(digit => digit * power >= least * 0.999) * power;
+  const first = Math.ceil(min / step - 1e-9), found = [];
+  for (let i = first; i * step <= max + 1e-9 * step && found.length < 50; i++) found.push(Number((i * step).toPrecision(15)));
+  return found;
+}
+function logTicksOf(min, max, count) {
+  const first = Math.floor(Math.log10(min)), last = Math.ceil(Math.log10(max)), stride = Math.ceil((last - first) / count);
+  const powers = Array.from({ length: Math.floor((last - first) / stride) + 1 }, (_, i) => first + i * stride);
+  const digits = last - first <= 3 ? [1, 2, 5] : [1];
+  return powers.flatMap(power => digits.map(digit => Number(`${digit}e${power}`))).filter(value => value >= min * 0.999 && value <= max * 1.001);
+}
+function tickTexts(values, format) {  // with as many digits as the distance of two ticks needs
+  if (format === seconds) return secondTicks(values);
+  const steps = values.slice(1).map((value, i) => value - values[i]), largest = Math.max(...values.map(Math.abs));
+  const digits = steps.length ? Math.min(15, Math.ceil(Math.log10(largest / Math.min(...steps))) + 1) : 5;
+  return values.map(value => format(value, Math.max(digits, 3)));
+}
+function bytes(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   const units = ["B", "kB", "MB", "GB", "TB"];
   let unit = 0;
   while (Math.abs(value) >= 1000 && unit < units.length - 1) { value /= 1000; unit += 1; }
-  return `${number(value, 3)} ${units[unit]}`;
+  return `${number(value, digits)} ${units[unit]}`;
 }
-const percent = value => value === null || value === undefined ? "–" : `${number(value * 100, 3)} %`;
+const percent = (value, digits = 3) => value === null || value === undefined ? "–" : `${number(value * 100, digits)} %`;
 const clock = time => time ? new Date(time * 1000).toLocaleString() : "–";
 const STATES = { done: ["done", "good"], stopped: ["stopped by a callback", "good"], cancelled: ["cancelled", "warn"],
                  error: ["failed", "bad"], live: ["live", "good"], paused: ["paused", "warn"],
@@ -70,7 +91,7 @@ function formatOf(name) {
   if (/(^|[_/])bytes$/.test(name)) return bytes;
   if (/_fraction$/.test(name)) return percent;
   if (/_s$/.test(name)) return seconds;
-  return value => number(value);
+  return number;
 }
 function unitOf(name) {
   if (/(^|[_/])bytes$/.test(name)) return "bytes";

@@ -70,12 +70,18 @@ const numberOfValues = values => values.reduce((count, value) => count + (typeof
 
 // ------------------------------------------------------------------------------------------------------------- axes
 
-const isSeconds = format => format === seconds;
 function xLabelOf(kind) {
   return { iteration: "training iteration", time: "time since the start", training: "time in training" }[kind] || kind.slice("metric:".length);
 }
 const xFormatOf = kind => kind === "time" || kind === "training" ? seconds : kind === "iteration" ? number : formatOf(xLabelOf(kind));
 
+function paddedRange(min, max, isLog) {
+  if (isLog) return uPlot.rangeLog(min, max, 10, false);
+  if (min === 0 && max === 0) return [-1, 1];
+  if (max - min > 1e-20 || (min === max && Math.abs(min) > 1e-20)) return uPlot.rangeNum(min, max, 0.1, true);
+  const room = (max - min) / 10 || Math.abs(max);  // uPlot takes these for 0
+  return [min - room, max + room];
+}
 // The range without the highest and the lowest twentieth of the values in view.
 function clippedRange(plot) {
   const values = [], [from, to] = plot.series[0].idxs;
@@ -122,7 +128,7 @@ class Chart {
     const save = (text, kind, content) => h("button", { type: "button", text, "aria-label": `Save ${this.title} as ${text}`,
       onclick: async () => { const made = await content(); if (made) download(new Blob([made], { type: kind }), `${options.title}.${text.toLowerCase()}`); } });
     this.element = h("div", { class: "chart", tabindex: 0, role: "group",
-        "aria-label": `Curve of ${this.title}. Plus and minus zoom, left and right move, 0 shows all.`, onkeydown: event => this.press(event) },
+        "aria-label": `Curve of ${this.title}. Plus and minus zoom, left and right move, with shift they read values, 0 shows all.`, onkeydown: event => this.press(event) },
       h("div", { class: "head" }, h("h3", { text: this.title }), h("div", { class: "buttons" }, options.button || null,
         save("CSV", "text/csv", () => this.toTable()), save("PNG", "image/png", () => this.toPicture()))),
       this.holder, this.legend, this.note);
@@ -153,7 +159,7 @@ class Chart {
     }
     if (this.isLog) {
       let count = 0;
-      for (const curve of curves) curve.y = curve.y.map(v => (v <= 0 ? (count += this.smoothing && !curve.isRaw ? 0 : 1, null) : v));
+      for (const curve of curves) curve.y = curve.y.map(v => (typeof v === "number" && v <= 0 ? (count += this.smoothing && !curve.isRaw ? 0 : 1, null) : v));
       if (count) notes.push(`${count} value${count > 1 ? "s are" : " is"} not above 0, and not drawn on a logarithmic axis.`);
     }
     this.note.textContent = notes.filter(Boolean).join(" ");
@@ -184,12 +190,11 @@ class Chart {
   settings(curves) {
     const text = css("--soft"), grid = { stroke: css("--grid"), width: 1 }, format = this.options.format, xFormat = xFormatOf(this.xKind);
     const axis = { stroke: text, grid, ticks: grid, font: FONT };
-    const ticks = form => isSeconds(form) ? { incrs: TIME_STEPS, values: (_, all) => secondTicks(all) }
-      : { values: (_, all) => all.map(v => v === null ? "" : form(v)) };
+    const ticks = (form, count, steps = form === seconds ? TIME_STEPS : null) => ({ incrs: [Number.MAX_VALUE], values: (_, all) => tickTexts(all, form), filter: (_, all) => all,
+      splits: (plot, k, min, max) => k && this.isLog ? logTicksOf(min, max, count(plot)) : ticksOf(min, max, count(plot), steps) });
     const range = (plot, min, max) => {
       if (state.clip) [min, max] = clippedRange(plot);
-      if (min === null) return [null, null];
-      return this.isLog ? uPlot.rangeLog(min, max, 10, false) : uPlot.rangeNum(min, max, 0.1, true);
+      return min === null ? [null, null] : paddedRange(min, max, this.isLog);
     };
     return {
       width: Math.max(120, Math.floor(this.holder.clientWidth)), height: PLOT_HEIGHT,
@@ -201,7 +206,8 @@ class Chart {
       series: [{}, ...curves.map((curve, i) => ({
         label: curve.label, stroke: curve.colour, width: curve.isBound ? 0 : curve.isRaw ? 1 : 1.75, dash: DASHES[curve.dash || 0], show: !this.hidden.has(curve.label),
         points: { show: !curve.isRaw && !curve.isBound && numberOfValues(curve.y) < 60, size: 5, filter: (_, k, isShown) => isShown ? null : this.lonely[k] } }))],
-      axes: [{ ...axis, ...ticks(xFormat), space: 72, label: xLabelOf(this.xKind), labelSize: 18, size: 32, labelFont: FONT }, { ...axis, ...ticks(format), size: 66 }],
+      axes: [{ ...axis, ...ticks(xFormat, plot => plot.width / 100, this.xKind === "iteration" ? WHOLE_STEPS : undefined), label: xLabelOf(this.xKind), labelSize: 18, size: 32, labelFont: FONT },
+             { ...axis, ...ticks(format, () => 6), size: (_, texts) => texts ? 18 + 6.2 * Math.max(2, ...texts.map(text => text.length)) : 50 }],
       hooks: {
         setSelect: [plot => {
           if (plot.select.width > 4) this.setZoom([plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x")]);
@@ -260,6 +266,12 @@ class Chart {
   }
   press(event) {
     if (event.target !== this.element || !this.plot || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.shiftKey && event.key.startsWith("Arrow")) {  // the values of one point after the other are in the legend
+      event.preventDefault();
+      const { cursor, over } = this.plot, from = cursor.left >= 0 ? cursor.left : over.clientWidth;
+      this.plot.setCursor({ left: Math.min(Math.max(from + (event.key === "ArrowLeft" ? -6 : 6), 0), over.clientWidth - 1), top: 10 });
+      return;
+    }
     const { min, max } = this.plot.scales.x, middle = (min + max) / 2, half = (max - min) / 2;
     const steps = { "+": [middle - half / 2, middle + half / 2], "=": [middle - half / 2, middle + half / 2],
                     "-": [middle - 2 * half, middle + 2 * half], ArrowLeft: [min - half / 2, max - half / 2],
@@ -332,6 +344,6 @@ function setZoom(range) {
 addEventListener("beforeprint", () => {
   applyTheme("light");
   show();
-  for (const chart of page.charts.values()) if (chart.element.isConnected) chart.draw();
+  for (const chart of page.charts.values()) if (chart.element.checkVisibility()) chart.draw();
 });
 addEventListener("afterprint", () => { applyTheme(); show(); });

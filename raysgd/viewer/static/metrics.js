@@ -1,8 +1,9 @@
 // The curves of metrics, of pace and of load.
 "use strict";
 
-const FIRST_METRICS = 6, RANKS_EVERY_MS = 5000;
+const FIRST_METRICS = 6, MAX_METRICS = 200, RANKS_EVERY_MS = 5000;
 const AXES = /(^|[\/_])(epoch|step|sample|token|example|batch)(e?s)?($|_)/i;  // metrics that are often the horizontal axis
+const collator = new Intl.Collator();
 addState("filter", "");
 addState("all", false);
 addState("ranks", []);
@@ -115,16 +116,17 @@ function showMetrics() {
   showControls();
   const names = metricNames(), words = state.filter.toLowerCase().split(/\s+/).filter(Boolean);
   const matching = names.filter(name => words.every(word => name.toLowerCase().includes(word)));
-  const shown = state.all || words.length ? matching : matching.slice(0, FIRST_METRICS);
+  const shown = matching.slice(0, state.all || words.length ? MAX_METRICS : FIRST_METRICS);
   keepCharts(byId("charts"), shown, name => metricChart(name));
   refreshRanks();
-  const more = matching.length - shown.length, button = byId("more");
+  const more = Math.min(matching.length, MAX_METRICS) - shown.length, button = byId("more");
   button.hidden = words.length > 0 || names.length <= FIRST_METRICS;
   button.textContent = state.all ? "Show fewer" : `Show ${more} more`;
   const without = selected().filter(run => !run.iterations.get().length);
   const withoutX = selected().filter(run => run.iterations.get().length && !run.x(state.x).length).map(run => `${run.key} has no metric ${xLabelOf(state.x)}.`);
   const notes = without.map(run => run.isOver ? `${run.name} ended before its first result.` : `${run.name} has no result yet.`);
   notes.push(...withoutX);
+  if (shown.length === MAX_METRICS && matching.length > MAX_METRICS) notes.push(`Filter to see others than the first ${MAX_METRICS}.`);
   for (const run of selected().filter(found => found.step > 1)) {
     notes.push(`${run.name} has many results: of each ${run.step} iterations, the lowest and the highest value are shown.`);
   }
@@ -159,7 +161,7 @@ function loadCurves(load) {
 }
 
 function showControls() {
-  const names = metricNames().sort((a, b) => (AXES.test(b) - AXES.test(a)) || a.localeCompare(b)).map(name => `metric:${name}`);
+  const names = metricNames().sort((a, b) => (AXES.test(b) - AXES.test(a)) || collator.compare(a, b)).map(name => `metric:${name}`);
   if (state.x.startsWith("metric:") && !names.includes(state.x)) names.push(state.x);
   const option = kind => h("option", { value: kind, text: xLabelOf(kind) });
   fill(byId("x"), names, () => [...["iteration", "time", "training"].map(option), h("optgroup", { label: "metrics" }, ...names.map(option))]);

@@ -65,8 +65,7 @@ function timelineOf(run) {
     }
     picture.append(group);
   }
-  const step = TIME_STEPS.find(length => (end - start) / length <= (width - left) / 90) || end - start;
-  const ticks = Array.from({ length: Math.floor((end - start) / step + 1e-9) + 1 }, (_, i) => i * step);
+  const ticks = ticksOf(0, end - start, (width - left) / 90, TIME_STEPS);
   secondTicks(ticks).forEach((text, i) => picture.append(label(at(start + ticks[i]), height - 6, text, ticks[i] > 0.97 * (end - start) ? "end" : i ? "middle" : "start")));
   const runs = selected();
   const box = (text, style) => { const mark = h("i", {}); Object.assign(mark.style, style); return h("span", {}, mark, text); };
