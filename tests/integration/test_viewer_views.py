@@ -193,7 +193,7 @@ def test_two_hundred_runs_are_listed_in_a_second_and_scrolled_smoothly(browser: 
 
 @pytest.fixture
 def search(tmp_path: Path) -> Path:
-    """A search: trial b began anew from a checkpoint of trial a, and trial c was ended early; a run without reports is last."""
+    """A search: trial b began again from a checkpoint of trial a, and trial c was ended early; a run without reports is last."""
     folder = tmp_path / "storage" / "pbt"
     for name, lr, loss in (("a", 0.001, 0.5), ("b", 0.1, 0.9), ("c", 0.5, 0.7)):
         run = WrittenRun(folder / f"trial_{name}" / "run_001", config={"lr": lr, "act": "relu", "seed": 1})
