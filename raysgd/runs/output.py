@@ -72,7 +72,7 @@ def find_parts(events: Sequence[Event]) -> list[Part]:
 
 
 class OutputTimes:
-    """Where the output of a run's workers is, and how much they had printed when, from its events in order.
+    """Collects from the events of a run where the output of its workers is, and how much they had printed at which time.
 
     Attributes:
         sizes: For each rank ``[seconds since the epoch, attempt, bytes of stdout, bytes of stderr]``, in order.

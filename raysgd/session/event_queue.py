@@ -13,13 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raysgd._util.json import encode, encode_rows
 from raysgd.errors import MetricError
 from raysgd.session.events import PartSafe, Reports, Saved, WorkerEvent
-from raysgd.session.media import Image
 from raysgd.session.metrics import read_deferred
+
+if TYPE_CHECKING:
+    from raysgd.session.media import Image
 
 Row = tuple[float, float, dict[str, Any]]
 

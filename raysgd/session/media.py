@@ -13,11 +13,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
 from raysgd._util.media import histogram_text, image_text
-from raysgd.checkpoint.storage.storage import Retry, Storage
 from raysgd.errors import MetricError, RaySGDError
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from raysgd.checkpoint.storage.storage import Storage
 
 #: The largest number of pixels, and of bins.
 MAX_PIXELS = 1 << 22
@@ -67,7 +68,7 @@ class Image:
 
     @property
     def text(self) -> str:
-        """What the report has."""
+        """The text that a report has in place of the image."""
         return image_text(self.name)
 
     def to_png(self) -> bytes:
@@ -114,12 +115,12 @@ class ImageFolder:
     """Writes the images of reports to the run's folder. Used by the stream's thread; a write that fails does not end training.
 
     Args:
-        folder: Where to write.
+        folder: The folder for them, with few retries: the thread has reports to send.
         warn: Receives a text, once.
     """
 
     def __init__(self, folder: Storage, warn: Callable[[str], None]) -> None:
-        self._folder = folder.with_retry(Retry(tries=1))  # the thread has reports to send
+        self._folder = folder
         self._warn = warn
         self._names: set[str] = set()
         self._num_bytes = 0

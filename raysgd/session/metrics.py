@@ -10,20 +10,24 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from raysgd._util.imports import imported
 from raysgd._util.json import encode
 from raysgd._util.text import with_article
 from raysgd.errors import MetricError
 from raysgd.result import AUTOMATIC_KEYS, DATA_WAIT_FRACTION
-from raysgd.session.media import Histogram, Image
+
+if TYPE_CHECKING:
+    from raysgd.session.media import Image
 
 MAX_METRICS_BYTES = 1 << 20
 _SMALL = frozenset({float, bool, type(None)})
 _NAMES = frozenset({str})
 _TAKEN_KEYS = AUTOMATIC_KEYS | {DATA_WAIT_FRACTION}
 _MAX_DEPTH = 20
+#: The module of images and histograms, which every driver would import otherwise.
+_MEDIA = "raysgd.session.media"
 _SMALL_INT = 1 << 63
 #: Size in bits of the longest int that Python reads from digits: 4300 of them.
 _MAX_INT_BITS = 14_284
@@ -50,9 +54,6 @@ class Deferred:
     def read(self) -> Any:
         """Return the number; waits for the device."""
         return self._read()
-
-
-_READ_LATER = frozenset({Deferred, Image})
 
 
 def copy_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def read_deferred(value: Any, keep: Callable[[Image], None] = lambda image: None
         return {key: read_deferred(item, keep) for key, item in value.items()}
     if kind is list:
         return [read_deferred(item, keep) for item in value]
-    if kind is Image:
+    if kind.__module__ == _MEDIA:
         keep(value)
         return value.text
     return value
@@ -108,7 +109,7 @@ def has_deferred(value: Any) -> bool:
     kind = type(value)
     if kind is dict:
         return any(map(has_deferred, value.values()))
-    return any(map(has_deferred, value)) if kind is list else kind in _READ_LATER
+    return any(map(has_deferred, value)) if kind is list else kind is Deferred or kind.__module__ == _MEDIA
 
 
 def _copy(key: str, value: Any, depth: int) -> tuple[Any, int]:
@@ -137,7 +138,7 @@ def _copy(key: str, value: Any, depth: int) -> tuple[Any, int]:
     scalar = _copy_scalar(value)
     if scalar is None:
         raise MetricError(f"report({key}=...) got {_describe(value)}, not a metric; {_advice(value)}.", key=key)
-    return (scalar[0], 8) if type(scalar[0]) in _READ_LATER else _copy(key, scalar[0], depth)
+    return (scalar[0], 8) if has_deferred(scalar[0]) else _copy(key, scalar[0], depth)
 
 
 def _copy_mapping(key: str, value: Mapping[Any, Any], depth: int) -> tuple[dict[str, Any], int]:
@@ -189,13 +190,13 @@ def _without_deferred(value: Any) -> Any:
         return {key: _without_deferred(item) for key, item in value.items()}
     if kind is list:
         return [_without_deferred(item) for item in value]
-    return 0.0 if kind is Deferred else value.text if kind is Image else value
+    return 0.0 if kind is Deferred else value.text if kind.__module__ == _MEDIA else value
 
 
 def _copy_scalar(value: Any) -> tuple[Any] | None:
     """Return the copy of a framework's scalar, an image or a histogram in a 1-tuple; None if it is nothing of these."""
-    if isinstance(value, (Image, Histogram)):
-        return (value.text,) if isinstance(value, Histogram) else (value,)
+    if type(value).__module__ == _MEDIA:
+        return (value if hasattr(value, "to_png") else value.text,)
     module = type(value).__module__.partition(".")[0]
     if getattr(value, "shape", None) not in ((), None) and tuple(value.shape) != ():
         return None

@@ -16,13 +16,15 @@ from raysgd.runs.annotations import read_annotations
 from raysgd.runs.finding import find_runs, run_name
 from raysgd.runs.state import StateReader
 from raysgd.viewer.event_files import EventFilesRun, find_event_files
+from raysgd.viewer.rows import row_of
 from raysgd.viewer.run_data import RunData
-from raysgd.viewer.table import row_of
 
 #: Runs whose contents are kept in memory.
 _MAX_OPEN = 32
 #: A search for runs that takes longer than this is not repeated at once.
 _SLOW_S = 0.1
+#: Seconds that one request for rows spends on reading all reports of runs; the next one continues.
+_BUDGET_S = 0.5
 #: After how many seconds a run is read again whose state changes seldom.
 _AGAIN_S = {**dict.fromkeys(ENDED, math.inf), "silent": 15.0, "unreadable": 15.0}
 
@@ -117,6 +119,68 @@ class Catalog:
         ended = time.monotonic()
         took_s = ended - began
         self._scan_again_at = ended + (9 * took_s if took_s > _SLOW_S else 0.0)
+
+
+class RunTable:
+    """The rows of the runs in a catalog. Thread-safe.
+
+    Args:
+        catalog: The runs.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._lock = threading.Lock()
+        self._version = 0
+        self._rows: dict[int, tuple[int, dict[str, Any]]] = {}
+        self._ranges: dict[int, tuple[float, dict[str, list[float]]]] = {}
+
+    def read(self, after: int = -1, *, with_ranges: bool = False) -> dict[str, Any]:
+        """Return the rows that have changed. Blocks.
+
+        Args:
+            after: The ``version`` of an earlier answer. -1: return all.
+            with_ranges: Rows also have ``ranges``, the lowest and the highest value of each metric.
+
+        Returns:
+            ``version``; ``ids`` of all rows, newest first; ``runs``, the rows that have changed; ``num_unread``, the number of
+            rows whose ranges are still to be read.
+        """
+        with self._lock:
+            rows = self._catalog.list_runs()
+            ends_at = time.monotonic() + _BUDGET_S
+            num_unread = 0
+            for row in rows:
+                if with_ranges:
+                    num_unread += not self._read_ranges(row["id"], row["updated"], ends_at)
+                row = {**row, "ranges": self._ranges.get(row["id"], (0.0, {}))[1]}
+                if self._rows.get(row["id"], (0, None))[1] != row:
+                    self._rows[row["id"]] = self._version + 1, row
+            present = {row["id"]: self._rows[row["id"]] for row in rows}
+            self._rows = present
+            self._version = max([self._version, *(version for version, _ in present.values())])
+            return {
+                "version": self._version,
+                "ids": list(present),
+                "runs": [row for version, row in present.values() if version > after],
+                "num_unread": num_unread,
+            }
+
+    def _read_ranges(self, number: int, updated: float, ends_at: float) -> bool:
+        """Read the ranges of a run's metrics, if there is time; return whether they are those of now."""
+        if number in self._ranges and self._ranges[number][0] == updated:
+            return True
+        left_s = ends_at - time.monotonic()
+        if left_s < 0:
+            return False
+        try:
+            ranges = self._catalog.open_run(number).ranges(left_s)
+        except RaySGDError:  # its row says that it cannot be read
+            ranges = {}
+        if ranges is None:
+            return False
+        self._ranges[number] = updated, ranges
+        return True
 
 
 def _describe(run: _Listed) -> dict[str, Any] | None:

@@ -109,7 +109,7 @@ class EventFilesRun(RunData):
     def _new_events(self, name: str) -> Iterator[Any]:
         """Yield the records of a file that are complete and were not read before."""
         with torch_not_imported():
-            from google.protobuf.message import DecodeError
+            from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
             from tensorboardX.proto import event_pb2
 
         begin = self._offsets.get(name, 0)

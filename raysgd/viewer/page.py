@@ -24,8 +24,8 @@ from raysgd._version import __version__
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.errors import RaySGDError
 from raysgd.runs.state import read_state
+from raysgd.viewer.rows import row_of
 from raysgd.viewer.run_data import RunData
-from raysgd.viewer.table import row_of
 
 _BODY = """\
 <header><h1>{title}</h1><span class="soft small" id="folder">{folder}</span>

@@ -27,9 +27,8 @@ from raysgd.errors import CheckpointNotFoundError, RaySGDError, UsageError
 from raysgd.runs.annotations import annotate
 from raysgd.runs.deleting import delete_run
 from raysgd.runs.output import GoneError, OutputTimes, ReadPart, read_here, read_lines
-from raysgd.viewer.catalog import Catalog
+from raysgd.viewer.catalog import Catalog, RunTable
 from raysgd.viewer.page import content_security_policy, live_page
-from raysgd.viewer.table import RunTable
 
 TOKEN_HEADER = "X-Raysgd-Token"
 #: Threads; browsers hold connections open, ahead of requests, and each of them takes one.

@@ -21,7 +21,7 @@ from raysgd.checkpoint.checkpoint import Checkpoint, load_state
 from raysgd.checkpoint.format.parts import MemoryPart
 from raysgd.checkpoint.resharding import load_parts
 from raysgd.checkpoint.snapshot import StagingPool
-from raysgd.checkpoint.storage.storage import Storage, retry_of_writes
+from raysgd.checkpoint.storage.storage import Retry, Storage, retry_of_writes
 from raysgd.checkpoint.store import CheckpointStore, read_manifest
 from raysgd.errors import AttemptEnded, CheckpointNotFoundError
 from raysgd.session import rank_state
@@ -120,7 +120,9 @@ class AttemptBuilder:
             self._pool = StagingPool(max_pending_bytes=run.checkpoint.max_pending_bytes)
         member, task = order.member, run.task
         storage = Storage.from_uri(run.checkpoints_uri, retry=retry_of_writes(run.checkpoint.on_write_error))
-        images = ImageFolder(storage.parent().child(media.FOLDER), lambda text: event_queue.put(Warned(text)))
+        images = ImageFolder(
+            storage.parent().child(media.FOLDER).with_retry(Retry(tries=1)), lambda text: event_queue.put(Warned(text))
+        )
         event_queue = EventQueue(order.flush_interval_s, keep_image=images.keep)
         writer = CheckpointWriter(
             CheckpointStore(storage),

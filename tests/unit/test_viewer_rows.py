@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.checkpoint.storage.storage import Storage
-from raysgd.viewer.catalog import Catalog
-from raysgd.viewer.table import RunTable, as_values
+from raysgd.viewer.catalog import Catalog, RunTable
+from raysgd.viewer.rows import as_values
 from support.journals import WrittenRun
 
 VALUES = st.recursive(
