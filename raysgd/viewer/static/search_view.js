@@ -6,7 +6,7 @@ addState("metric", "");
 addState("against", "");
 const brushes = new Map();  // by axis: the range of what is highlighted, from 0 to 1
 
-const searchGrid = new Grid({ label: "Trials", columns: () => searchColumns(), sort: () => state.sort,
+const searchGrid = new Grid({ label: "Table of trials", columns: () => searchColumns(), sort: () => state.sort,
   setSort: sort => { setState({ sort }); show("trials"); } });
 addSection("search", { id: "search-choice", show: showChoice, content: [h("div", { id: "search-choice" })] });
 addSection("search", { id: "parallel", title: "Parallel coordinates", show: showParallel, content: [
@@ -131,7 +131,7 @@ function parallelOf(trials, columns, metric, outerWidth) {
     group.append(grip);
     picture.append(group);
   });
-  return [h("div", { class: "scroll plot-scroll", tabindex: 0, role: "region", "aria-label": "Parallel coordinates" }, picture),
+  return [h("div", { class: "scroll plot-scroll", tabindex: 0, role: "region", "aria-label": "Coordinates of trials" }, picture),
     h("p", { class: "soft small", text: `${trials.length} trials, coloured by ${titleOf(colourAxis.column)}.`
       + (missing.length ? ` ${missing.length} have no value on some axis; their lines have gaps.` : "") })];
 }
@@ -159,7 +159,7 @@ function showScatter() {
 function scatterOf(trials, against, metric, outerWidth) {
   const width = Math.max(260, Math.min(900, outerWidth)), height = 320, left = 70, bottom = 270, top = 20, xAxis = axisOf(trials, against), yAxis = axisOf(trials, metric);
   const xOf = place => left + place * (width - left - 40), yOf = place => bottom - place * (bottom - top);
-  const picture = svg("svg", { class: "plot-svg", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": `${titleOf(metric)} against ${titleOf(against)}` });
+  const picture = svg("svg", { class: "plot-svg", viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": `${titleOf(metric)} against ${titleOf(against)}` });
   for (const [place, text] of yAxis.ticks) picture.append(svg("line", { class: "grid-line", x1: left, x2: width - 40, y1: yOf(place), y2: yOf(place) }), svgText(clipText(text, 9), left - 8, yOf(place) + 4, "end"));
   const xTicks = xAxis.ticks.filter((_, i) => width > 500 || xAxis.ticks.length < 4 || i % 2 === 0);
   for (const [place, text] of xTicks) picture.append(svg("line", { class: "grid-line", x1: xOf(place), x2: xOf(place), y1: top, y2: bottom }), svgText(clipText(text, 12), xOf(place), bottom + 18));
@@ -215,7 +215,7 @@ function lineageOf(runs, copies, outerWidth) {
       svgTitle(`${nameOf(parentOf(pathOf(run)))} continues ${nameOf(from)} from iteration ${run.row.first}`)), svg("circle", { class: "lineage-copy", cx: x, cy: yOf(from), r: 3.5 }));
   }
   picture.append(svgText("0", left, height - 8), svgText(`iteration ${most}`, width - 20, height - 8, "end"));
-  return [h("div", { class: "scroll plot-scroll", tabindex: 0, role: "region", "aria-label": "Lineage" }, picture), h("p", { class: "soft small",
+  return [h("div", { class: "scroll plot-scroll", tabindex: 0, role: "region", "aria-label": "Lines of descent" }, picture), h("p", { class: "soft small",
     text: `${copies.length} run${copies.length > 1 ? "s" : ""} continued the checkpoint of another trial: a dot marks the trial that was copied. An upright line ends a run that the search ended.` })];
 }
 
