@@ -6,7 +6,7 @@ addState("metric", "");
 addState("against", "");
 const brushes = new Map();  // by axis: the range of what is highlighted, from 0 to 1
 
-const searchGrid = new Grid({ label: "Table of trials", columns: () => searchColumns(), sort: () => state.sort,
+const searchGrid = new Grid({ label: "Trials", columns: () => searchColumns(), sort: () => state.sort,
   setSort: sort => { setState({ sort }); show("trials"); } });
 addSection("search", { id: "search-choice", show: showChoice, content: [h("div", { id: "search-choice" })] });
 addSection("search", { id: "parallel", title: "Parallel coordinates", show: showParallel, content: [

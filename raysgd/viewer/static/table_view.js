@@ -18,7 +18,7 @@ function chosenColumns(runs) {  // without a choice: what differs, and the first
 const found = () => { const tests = parseQuery(state.q); return listedRuns().filter(run => matchesAll(run, tests)); };
 
 let tableColumns = [];
-const runsGrid = new Grid({ label: "Table of runs", columns: () => tableColumns, sort: () => state.sort,
+const runsGrid = new Grid({ label: "Runs", columns: () => tableColumns, sort: () => state.sort,
   setSort: sort => { setState({ sort }); show("all-runs"); }, actions: run => editButton(run) });
 const editor = h("dialog", { class: "editor", "aria-labelledby": "editor-title" });
 
