@@ -88,7 +88,7 @@ def _texts(tag: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def _torch_not_imported() -> Iterator[None]:
+def torch_not_imported() -> Iterator[None]:
     """Make ``import torch`` fail meanwhile, unless torch is loaded already.
 
     tensorboardX imports torch if it can, for type annotations only; that takes 1.7 s and 120 MB. A module that is None in
@@ -113,7 +113,7 @@ class _EventFile:
     """A new event file in a folder. Readers take all files of the folder as one history, in the order of their names."""
 
     def __init__(self, folder: str) -> None:
-        with _torch_not_imported():
+        with torch_not_imported():
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto import event_pb2, summary_pb2
 

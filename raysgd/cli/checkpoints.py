@@ -24,7 +24,7 @@ from raysgd.cli.runs.completing import run_argument
 from raysgd.cli.runs.finding import existing_folder, find_run
 from raysgd.cli.runs.listing import age
 from raysgd.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from raysgd.runs.finding import newest_run
+from raysgd.runs.finding import newest_run, run_name
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.format.manifest import Manifest
@@ -70,9 +70,12 @@ def find_checkpoint(given: str, storage_path: str) -> Found:
     folder = existing_folder(given)
     if folder.exists("manifest.json"):
         return Found(folder, read_manifest(folder))
-    store = CheckpointStore(_run_of(given, folder, storage_path).child("checkpoints"))
+    run = _run_of(given, folder, storage_path)
+    store = CheckpointStore(run.child("checkpoints"))
     if not (manifests := store.list()):
-        raise ConfigError(f"the run {given} has no checkpoint that can be read.")
+        raise ConfigError(
+            f"the run {run_name(run)} has no checkpoint that can be read; give another run, or a checkpoint."
+        )
     return Found(store.directory(manifests[-1].number), manifests[-1])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -536,6 +537,7 @@ def restart(words: Sequence[str], run_dir: str, changes: Sequence[str]) -> int:
     is_limited = any(change.partition("=")[0] in _LIMITS for change in changes)
     without = [*(["--resume-from"] if has_checkpoint else []), *(_LIMITS if is_limited else [])]
     merged = command.merge(words, changes, without)
+    print_error(f"raysgd restore: raysgd run {shlex.join(merged)}")
     with command.make_context("run", list(merged)) as ctx:
         order = make_order(command.given(ctx), ctx.params["words"][0], ctx.params["words"][1:])
     return _run(order, merged, run_dir)

@@ -6,6 +6,7 @@ What needs Ray is imported after the file was checked.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,7 +15,7 @@ from typing import Any
 import click
 
 from raysgd._util.logs import get_logger
-from raysgd.cli.console import SUCCEEDED, F, json_flag, number, print_json
+from raysgd.cli.console import SUCCEEDED, F, json_flag, number, print_error, print_json
 from raysgd.cli.flags import FieldsCommand
 from raysgd.cli.run import run_to_end, show_all_output
 from raysgd.config.argument_names import nearest
@@ -183,7 +184,9 @@ def restart(words: Sequence[str], run_dir: str, changes: Sequence[str]) -> int:
     """
     from raysgd.cli.main import main
 
-    return main(["train", *words, *changes, "--checkpoint.resume_from", run_dir])
+    merged = ["train", *words, *changes, "--checkpoint.resume_from", run_dir]
+    print_error(f"raysgd restore: raysgd {shlex.join(merged)}")
+    return main(merged)
 
 
 def check_flags(words: Sequence[str], command: click.Command) -> None:

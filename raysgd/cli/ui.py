@@ -33,10 +33,23 @@ _WAIT_S = 3600.0
 @click.argument("folder", required=False)
 @click.option("--host", default=_LOOPBACK, show_default=True, help="The address to listen at.")
 @click.option("--port", type=whole_number(0, 65535), default=0, help="The port (default: a free one).")
+@click.option(
+    "--tensorboard",
+    metavar="DIR",
+    help="Also show the runs of TensorBoard's event files in this folder and those below it.",
+)
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
 @storage_flag
 @json_flag
-def command(folder: str | None, host: str, port: int, opens: bool, storage_path: str, as_json: bool) -> int:
+def command(
+    folder: str | None,
+    host: str,
+    port: int,
+    tensorboard: str | None,
+    opens: bool,
+    storage_path: str,
+    as_json: bool,
+) -> int:
     """Serve until Ctrl-C."""
     from raysgd.cli.runs.finding import existing_folder
     from raysgd.cli.runs.logs import Reader
@@ -47,9 +60,14 @@ def command(folder: str | None, host: str, port: int, opens: bool, storage_path:
     storage = existing_folder(folder)
     if folder != DEFAULT_STORAGE_PATH and not storage.exists():
         raise click.UsageError(f"{storage.path_of('')} does not exist: give the folder that holds runs.")
+    event_files = None if tensorboard is None else existing_folder(tensorboard)
+    if event_files is not None and not (event_files.is_local and event_files.exists()):
+        raise click.UsageError(
+            f"--tensorboard {tensorboard} is not a folder on this machine; give one with event files."
+        )
     try:
         server = ViewerServer(
-            Catalog(storage),
+            Catalog(storage, event_files),
             host,
             port,
             read_output=Reader(None).read,

@@ -15,6 +15,7 @@ from raysgd.result import ENDED
 from raysgd.runs.annotations import read_annotations
 from raysgd.runs.finding import find_runs, run_name
 from raysgd.runs.state import StateReader
+from raysgd.viewer.event_files import EventFilesRun, find_event_files
 from raysgd.viewer.rows import row_of
 from raysgd.viewer.run_data import RunData
 
@@ -35,6 +36,7 @@ class _Listed:
     number: int
     folder: Storage
     states: StateReader
+    event_files: EventFilesRun | None = None
     again_at: float = 0.0
     shown: dict[str, Any] | None = None
 
@@ -44,10 +46,12 @@ class Catalog:
 
     Args:
         folder: A storage path, a Trainer's folder or a run's folder.
+        event_files: A folder whose event files of TensorBoard are shown as runs, too.
     """
 
-    def __init__(self, folder: Storage) -> None:
+    def __init__(self, folder: Storage, event_files: Storage | None = None) -> None:
         self.folder = folder
+        self._event_files = event_files
         self._lock = threading.Lock()
         self._scan_lock = threading.Lock()
         self._scan_again_at = 0.0
@@ -75,7 +79,7 @@ class Catalog:
         """
         folder = self.folder_of(number)
         with self._lock:
-            run = self._open.pop(number, None) or RunData(folder)
+            run = self._open.pop(number, None) or self._runs[folder.uri].event_files or RunData(folder)
             self._open[number] = run  # the last one in the order of use
             while len(self._open) > _MAX_OPEN:
                 del self._open[next(iter(self._open))]
@@ -100,6 +104,8 @@ class Catalog:
         if began < self._scan_again_at:
             return
         found = {folder.uri: folder for folder in find_runs(self.folder)}
+        names = {} if self._event_files is None else find_event_files(self._event_files)
+        found |= {place: Storage.from_uri(place) for place in names if place not in found}
         missing = [uri for uri in self._runs if uri not in found]
         deleted = [uri for uri in missing if not self._runs[uri].folder.exists()]
         with self._lock:
@@ -107,7 +113,8 @@ class Catalog:
                 self._open.pop(self._runs.pop(uri).number, None)
             for uri, folder in found.items():
                 if uri not in self._runs:
-                    self._runs[uri] = _Listed(next(self._numbers), folder, StateReader(folder))
+                    of_events = EventFilesRun(folder, names[uri]) if uri in names else None
+                    self._runs[uri] = _Listed(next(self._numbers), folder, StateReader(folder), of_events)
         self._present = [self._runs[uri] for uri in found]
         ended = time.monotonic()
         took_s = ended - began
@@ -178,15 +185,17 @@ class RunTable:
 
 def _describe(run: _Listed) -> dict[str, Any] | None:
     """Return what the list shows of a run; None if it was deleted."""
-    shown: dict[str, Any] = {"id": run.number, "name": run_name(run.folder)}
+    name = run_name(run.folder) if run.event_files is None else run.event_files.name
+    shown: dict[str, Any] = {"id": run.number, "name": name}
     try:
         if run.shown is not None and time.monotonic() < run.again_at:
             return {**run.shown, **vars(read_annotations(run.folder))} if run.folder.is_local else run.shown
-        shown |= row_of(run.states.read())
+        shown |= row_of(run.states.read() if run.event_files is None else run.event_files.read_state())
     except CheckpointNotFoundError:
         return None
     except (RaySGDError, OSError):
         run.states = StateReader(run.folder)  # the next time it is read from the beginning
+        run.event_files = None if run.event_files is None else EventFilesRun(run.folder, name)
         shown |= {"state": "unreadable", "iteration": 0, "started": 0.0, "updated": 0.0}
     run.shown, run.again_at = shown, time.monotonic() + _AGAIN_S.get(shown["state"], 0.0)
     return shown

@@ -73,6 +73,17 @@ class Columns:
         for name, value in metrics.items():
             self._set(name, place, iteration, value)
 
+    def merge(self, iteration: int, metrics: Mapping[str, Any]) -> None:
+        """Set these metrics of an iteration; the others of its row stay."""
+        place = self.first_place(iteration)
+        if place < self._num_summaries and self.iterations[place] != iteration:
+            place = max(0, place - 1)  # the row of its stretch
+        elif place == len(self.iterations) or self.iterations[place] != iteration:
+            self.put(iteration, metrics)
+            return
+        for name, value in metrics.items():
+            self._set(name, place, iteration, value)
+
     def put_all(self, iterations: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> bool:
         """Set the rows of ascending iterations; return whether rows were summarised since."""
         names, before = list(rows[0]), len(self.iterations)

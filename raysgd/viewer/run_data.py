@@ -57,6 +57,8 @@ class RunData:
         self.folder = folder
         self._lock = threading.Lock()
         self._tail = JournalTail(folder)
+        self._seq = -1  # of the newest frame
+        self._is_closed = self._is_behind = False
         self._description: dict[str, Any] | None = None
         self._pending: list[Frame] = []
         self._merger = RoundMerger()
@@ -95,10 +97,10 @@ class RunData:
             with reading(self.folder):
                 self._update(None if is_final else _BUDGET_S, is_final=is_final)
             answer: dict[str, Any] = {
-                "cursor": self._tail.last_seq if not self._pending else -1,
+                "cursor": self._seq if not self._pending else -1,
                 "state": self._state(),
-                "is_closed": self._tail.is_closed and not self._pending,
-                "is_behind": self._tail.is_behind,
+                "is_closed": self._is_closed and not self._pending,
+                "is_behind": self._is_behind,
                 "updated": self._last_time,
             }
             if (place := self._first_changed(after)) is not None:
@@ -164,18 +166,19 @@ class RunData:
         """Read what is new, or as much of it as there is time for."""
         ends_at = math.inf if budget_s is None else time.monotonic() + budget_s
         self._read_more(is_final=is_final)
-        while self._tail.is_behind and time.monotonic() < ends_at:
+        while self._is_behind and time.monotonic() < ends_at:
             self._read_more(is_final=is_final)
 
     def _read_more(self, *, is_final: bool) -> None:
         self._pending += self._tail.read(max_bytes=_READ_BYTES, is_final=is_final)
+        self._seq, self._is_closed, self._is_behind = self._tail.last_seq, self._tail.is_closed, self._tail.is_behind
         if self._description is None and self.folder.exists("run.json"):
             self._description = read_description(self.folder)
             self._merger = RoundMerger(check_reduce(self._description.get("reduce")))
-            self._facts_seq = self._tail.last_seq + 1
+            self._facts_seq = self._seq + 1
         # Results need run.json, which is written when the first group is ready.
         has_reports = any(frame.kind == frames.REPORTS for frame in self._pending)
-        if self._description is not None or is_final or self._tail.is_closed or not has_reports:
+        if self._description is not None or is_final or self._is_closed or not has_reports:
             pending, self._pending = self._pending, []
             for frame in pending:
                 self._add(frame)

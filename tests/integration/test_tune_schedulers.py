@@ -17,7 +17,9 @@ from ray import tune
 from ray.util import placement_group_table
 
 import raysgd
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.tune_integration import search
+from raysgd.viewer.catalog import Catalog
 from support.poll import until
 from support.project import ROOT
 from support.runs import travels_by_value
@@ -58,6 +60,10 @@ def test_asha_stops_trials_and_releases_their_resources(fit: Fit) -> None:
     assert reached[0] == 30 and reached[1] < 30
     assert [result.error for result in grid] == [None] * 2
     assert sees.was_stopped and sees.free >= 4
+    ends = [
+        next(event["data"]["message"] for event in events_in(result) if event["kind"] == "run_end") for result in grid
+    ]
+    assert ends == ["", "the search ended this trial"], "the files say who ended the run"
     best = grid.get_best_result()
     assert raysgd.load_checkpoint(best.checkpoint)["step"] == 30
 
@@ -115,6 +121,8 @@ def test_population_based_training_resumes_from_another_trial(fit: Fit, tmp_path
         assert reported.column(result, "training_iteration") == reported.column(result, "step")
         assert result.metrics["training_iteration"] == 16
         assert raysgd.load_checkpoint(result.checkpoint)["step"] == 16
+    rows = Catalog(Storage.from_uri(grid[0].path)).list_runs()
+    assert any(f"/{Path(grid[1].path).name}/checkpoint_" in row["source"] for row in rows), "the lineage is on storage"
     weights = reported.column(grid[0], "weight")
     assert weights[:4] == [1.0, 2.0, 3.0, 4.0]
     assert max(np.diff(weights)) > 200, (

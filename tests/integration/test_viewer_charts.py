@@ -345,7 +345,7 @@ def test_keys_do_what_the_dialog_lists_and_can_be_turned_off(browser: Any, pair:
         tab.wait_for("document.documentElement.dataset.theme === 'dark'")
         keyboard.press("/")
         keyboard.type("layer l")
-        tab.wait_for("location.hash.includes('filter=')")
+        tab.wait_for("location.hash.includes('filter=layer+l')")
         tab.page.reload()
         tab.wait_for("document.documentElement.dataset.theme === 'dark'")
         tab.wait_for_curves(1)

@@ -25,6 +25,7 @@ from support.runs import make_trainer, quiet, travels_by_value
 travels_by_value(__name__)
 pytestmark = needs_browser
 
+AXE = Path(__file__).parent.parent / "support" / "vendored" / "axe.min.js"
 MARKUP = "<img src=x onerror=alert(1)>"
 CONFIGS: list[dict[str, Any]] = [
     {"optimizer": {"lr": 0.001, "name": "adam"}, "batch": 16, "nesterov": True, "layers": [1, 2]},
@@ -278,6 +279,20 @@ def test_odd_configs_and_metrics_do_not_break_the_search(
         places = "[...document.querySelectorAll('path.trial, circle.trial')].map(e => e.getAttribute('d') + e.getAttribute('cx'))"
         assert not any("NaN" in place or "Infinity" in place for place in tab.page.evaluate(places))
         assert tab.complaints == []
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_axe_finds_nothing_in_the_views(browser: Any, search: Path, colours: str) -> None:
+    with page_of(browser, search, "#/search/pbt", colours=colours) as tab:
+        tab.page.evaluate(AXE.read_text(encoding="utf-8"))
+        for view in ("Searches", "Output", "Runs"):
+            tab.page.get_by_role("link", name=view, exact=True).click()
+            tab.wait_for("document.querySelectorAll('#views > div:not([hidden]) section:not([hidden])').length > 0")
+            if view == "Runs":
+                tab.page.locator("#columns summary").click()
+                tab.page.locator("button[id^=edit-]").first.click()
+            found = tab.page.evaluate("axe.run()")["violations"]
+            assert not found, [(rule["id"], rule["nodes"][0]["html"]) for rule in found]
 
 
 # -- images and output -----------------------------------------------------------------------------------------------

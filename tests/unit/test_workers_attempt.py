@@ -331,3 +331,20 @@ def test_training_that_begins_late_is_judged_at_the_end() -> None:
 def test_failing_check_of_training_does_not_end_the_run() -> None:
     backend = Training(RuntimeError("no record"))
     assert check_of(backend, 0).find_unsynchronized(is_over=True) is None
+
+
+@pytest.mark.parametrize("name", ["3", "GPU-8932f937"])
+def test_sample_has_the_gpu_of_a_process_without_torch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    nvml = Mock()
+    nvml.nvmlDeviceGetHandleByIndex.side_effect = lambda number: {3: "handle"}[number]
+    nvml.nvmlDeviceGetHandleByUUID.side_effect = lambda uuid: {"GPU-8932f937": "handle"}[uuid]
+    nvml.nvmlDeviceGetMemoryInfo.side_effect = lambda handle: {"handle": Mock(used=5)}[handle]
+    nvml.nvmlDeviceGetUtilizationRates.side_effect = lambda handle: {"handle": Mock(gpu=70)}[handle]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{name},9")
+    sample = Sampler({"rank": 0}).sample(0, Spent())
+    assert (sample["gpu_memory_bytes"], sample["gpu_percent"]) == (5, 70)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sample = Sampler({"rank": 0}).sample(0, Spent())
+    assert (sample["gpu_memory_bytes"], sample["gpu_percent"]) == (None, None)
+    assert len(sample["output_bytes"]) in (0, 2)

@@ -208,5 +208,4 @@ def restore_command(run: str, flags: tuple[str, ...], storage_path: str) -> int:
         raise ConfigError(
             f"runs of `raysgd {words[0]}` are not restored by this command; give it the run's folder itself."
         )
-    print_error(f"raysgd restore: raysgd {' '.join([words[0], *flags, *words[1:]])}")
     return int(restart(words[1:], folder.uri, flags))

@@ -10,7 +10,7 @@ class Grid {
     this.head = h("tr", { "aria-rowindex": 1 });
     this.body = h("tbody", {});
     this.table = h("table", { class: "grid", "aria-label": options.label }, h("thead", {}, this.head), this.body);
-    this.element = h("div", { class: "scroll grid-scroll", tabindex: 0, role: "region", "aria-label": `Table of ${options.label.toLowerCase()}`, onscroll: () => this.drawRows() }, this.table);
+    this.element = h("div", { class: "scroll grid-scroll", tabindex: 0, role: "region", "aria-label": `Table: ${options.label}`, onscroll: () => this.drawRows() }, this.table);
   }
   show(runs) {  // runs in the order of the list
     const columns = this.options.columns(), sort = this.options.sort();

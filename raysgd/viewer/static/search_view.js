@@ -131,7 +131,7 @@ function parallelOf(trials, columns, metric, outerWidth) {
     group.append(grip);
     picture.append(group);
   });
-  return [h("div", { class: "scroll plot-scroll", tabindex: 0, role: "region", "aria-label": "Coordinates of trials" }, picture),
+  return [h("div", { class: "scroll plot-scroll", tabindex: 0, role: "region", "aria-label": "Picture: parallel coordinates" }, picture),
     h("p", { class: "soft small", text: `${trials.length} trials, coloured by ${titleOf(colourAxis.column)}.`
       + (missing.length ? ` ${missing.length} have no value on some axis; their lines have gaps.` : "") })];
 }
@@ -215,7 +215,7 @@ function lineageOf(runs, copies, outerWidth) {
       svgTitle(`${nameOf(parentOf(pathOf(run)))} continues ${nameOf(from)} from iteration ${run.row.first}`)), svg("circle", { class: "lineage-copy", cx: x, cy: yOf(from), r: 3.5 }));
   }
   picture.append(svgText("0", left, height - 8), svgText(`iteration ${most}`, width - 20, height - 8, "end"));
-  return [h("div", { class: "scroll plot-scroll", tabindex: 0, role: "region", "aria-label": "Lines of descent" }, picture), h("p", { class: "soft small",
+  return [h("div", { class: "scroll plot-scroll", tabindex: 0, role: "region", "aria-label": "Picture: lineage" }, picture), h("p", { class: "soft small",
     text: `${copies.length} run${copies.length > 1 ? "s" : ""} continued the checkpoint of another trial: a dot marks the trial that was copied. An upright line ends a run that the search ended.` })];
 }
 

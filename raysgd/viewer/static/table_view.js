@@ -20,7 +20,7 @@ const found = () => { const tests = parseQuery(state.q); return listedRuns().fil
 let tableColumns = [];
 const runsGrid = new Grid({ label: "Runs", columns: () => tableColumns, sort: () => state.sort,
   setSort: sort => { setState({ sort }); show("all-runs"); }, actions: run => editButton(run) });
-const editor = h("dialog", { class: "editor", "aria-labelledby": "editor-title" });
+const editor = h("dialog", { class: "editor", "aria-labelledby": "editor-title", onclose: () => editor.remove() });
 
 addSection("runs", { id: "all-runs", title: "All runs", show: showTable, content: [
   h("div", { class: "bar" },
@@ -34,7 +34,7 @@ addSection("runs", { id: "all-runs", title: "All runs", show: showTable, content
     h("label", {}, "Filter ", h("input", { type: "search", id: "column-filter", oninput: () => showColumns() })),
     h("button", { type: "button", text: "Standard columns", onclick: () => { setState({ column: [] }); show("all-runs"); } })),
     h("div", { id: "column-choice", class: "choices" })),
-  h("div", { id: "groups" }), runsGrid.element, editor] });
+  h("div", { id: "groups" }), runsGrid.element] });
 
 function showTable() {
   const all = listedRuns(), shown = found(), columns = tableColumns = chosenColumns(shown.length ? shown : all);
@@ -123,5 +123,6 @@ function edit(run) {
   editor.replaceChildren(h("form", { method: "dialog", onsubmit: event => { event.preventDefault(); save(); } },
     h("h2", { id: "editor-title", text: name }), field("Title", title), field("Tags, with commas between them", tags), field("Notes", notes), problem,
     h("div", { class: "bar" }, h("button", { type: "submit", text: "Save" }), h("button", { type: "button", text: "Cancel", onclick: () => editor.close() }), remove)));
+  document.body.append(editor);
   editor.showModal();
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import json
 import os
 import threading
@@ -486,7 +489,7 @@ class Sampler:
 def _gpu() -> dict[str, Any]:
     torch = imported("torch")
     if torch is None or not torch.cuda.is_initialized():
-        return {"gpu_memory_bytes": None, "gpu_percent": None}
+        return _gpu_by_nvml()
     given = os.environ.get("RAYSGD_DEVICE_INDEX")
     device = int(given) if given else None  # by default this thread's device, which is not the training thread's
     try:
@@ -494,3 +497,22 @@ def _gpu() -> dict[str, Any]:
     except Exception:  # needs NVIDIA's management library, which some machines do not have
         percent = None
     return {"gpu_memory_bytes": torch.cuda.memory_reserved(device), "gpu_percent": percent}
+
+
+def _gpu_by_nvml() -> dict[str, Any]:
+    """Measure the first GPU of this process, all of it, where a framework other than torch uses it."""
+    used = percent = None
+    if name := os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]:
+        with contextlib.suppress(Exception):  # there is no such GPU, or no library
+            nvml, handle = _nvml_device(name)
+            used, percent = nvml.nvmlDeviceGetMemoryInfo(handle).used, nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+    return {"gpu_memory_bytes": used, "gpu_percent": percent}
+
+
+@functools.cache
+def _nvml_device(name: str) -> tuple[Any, Any]:
+    """Return NVIDIA's management library (the package nvidia-ml-py) and its handle of a GPU, by number or by ``GPU-...``."""
+    nvml: Any = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    by_number = name.isdigit()
+    return nvml, nvml.nvmlDeviceGetHandleByIndex(int(name)) if by_number else nvml.nvmlDeviceGetHandleByUUID(name)
