@@ -206,7 +206,7 @@ class Chart {
       series: [{}, ...curves.map((curve, i) => ({
         label: curve.label, stroke: curve.colour, width: curve.isBound ? 0 : curve.isRaw ? 1 : 1.75, dash: DASHES[curve.dash || 0], show: !this.hidden.has(curve.label),
         points: { show: !curve.isRaw && !curve.isBound && numberOfValues(curve.y) < 60, size: 5, filter: (_, k, isShown) => isShown ? null : this.lonely[k] } }))],
-      axes: [{ ...axis, ...ticks(xFormat, plot => plot.width / 100, this.xKind === "iteration" ? WHOLE_STEPS : undefined), label: xLabelOf(this.xKind), labelSize: 18, size: 32, labelFont: FONT },
+      axes: [{ ...axis, ...ticks(xFormat, plot => plot.width / 70, this.xKind === "iteration" ? WHOLE_STEPS : undefined), label: xLabelOf(this.xKind), labelSize: 18, size: 32, labelFont: FONT },
              { ...axis, ...ticks(format, () => 6), size: (_, texts) => texts ? 18 + 6.2 * Math.max(2, ...texts.map(text => text.length)) : 50 }],
       hooks: {
         setSelect: [plot => {

@@ -20,7 +20,7 @@ if (MODE === "live") addSection("logs", { id: "output", title: "Output of worker
     h("button", { type: "button", id: "output-earlier", text: "Earlier lines", onclick: () => readEarlier() }),
     h("span", { class: "soft small", id: "output-count", role: "status" })),
   h("p", { class: "warn", id: "output-problem", role: "status" }),
-  h("pre", { class: "output", id: "output", tabindex: 0, "aria-label": "Output" })] });
+  h("pre", { class: "output", id: "output", tabindex: 0, role: "region", "aria-label": "Lines" })] });
 
 function showOutput(runs) {
   const run = runs[0];

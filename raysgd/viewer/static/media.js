@@ -44,7 +44,7 @@ function partOf(run, name, text) {
   const image = IMAGE.exec(text), histogram = HISTOGRAM.exec(text);
   if (image) return imageOf(run, name, image[1]);
   if (histogram) return histogramOf(run, name, Number(histogram[1]), Number(histogram[2]), histogram[3].split(",").map(Number));
-  return h("pre", { tabindex: 0, "aria-label": name, text });
+  return h("pre", { tabindex: 0, role: "group", "aria-label": name, text });
 }
 function imageOf(run, name, file) {
   const key = `${run.id} ${file}`, element = h("img", { alt: `${name} of ${run.name}`, src: images.get(key) || null });
