@@ -130,7 +130,7 @@ class RunData:
         with self._lock:
             with reading(self.folder):
                 self._update(budget_s)
-            if self._tail.is_behind:
+            if self._is_behind:
                 return None
             columns = {name: np.asarray(column) for name, column in self._results.numbers.items()}
             finite = {name: column[np.isfinite(column)] for name, column in columns.items()}
