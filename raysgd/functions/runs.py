@@ -90,6 +90,14 @@ class TrainingByEpochs:
         self._give(None)
         self._on_end(self.stream.get_returns())
 
+    def find_saved(self, checkpoints: Sequence[Checkpoint]) -> tuple[dict[str, Any] | None, tuple[int, int]]:
+        """Return the newest state that the run has saved, or None, with the epoch and the step that it continues with."""
+        if not checkpoints:
+            return None, self.began
+        saved = checkpoints[-1].load()
+        position = saved["progress"]["position"]
+        return {"train_state": saved["train_state"]}, (int(position["epoch"]), int(position["steps"]))
+
     def _give(self, examples: Any) -> None:
         before, newest = self._resumable_from
         saves = time.monotonic() - self._saved_at > _SAVE_EVERY_S or self.epoch - newest >= _SAVE_EVERY_EPOCHS

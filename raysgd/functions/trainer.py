@@ -538,13 +538,9 @@ class Trainer:
 
     def _recover(self, live: TrainingByEpochs) -> None:
         """Continue with the newest state that a run for calls of train() has saved; it saves when it fails, if it can."""
-        saved = self.deployer.runs.trainer.list_checkpoints()
-        self._first_epoch, self._step = live.began
-        if saved:
-            loaded = saved[-1].load()
-            self._held = None, {"train_state": loaded["train_state"]}
-            position = loaded["progress"]["position"]
-            self._first_epoch, self._step = int(position["epoch"]), int(position["steps"])
+        saved, (self._first_epoch, self._step) = live.find_saved(self.deployer.runs.trainer.list_checkpoints())
+        if saved is not None:
+            self._held = None, saved
         get_logger().warning("train() failed: the trainer continues with the state after step %d.", self._step)
 
     def _begin_epochs(self, of: tuple[Trainer, int]) -> TrainingByEpochs:
