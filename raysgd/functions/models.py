@@ -1,4 +1,4 @@
-"""`Model`: what the script gives as ``params``, in parts. Any process; the driver makes no JAX array.
+"""`Model`: what the script gives as ``params``, in parts. Any process; it makes JAX arrays for modules alone.
 
 A tree of arrays is its parameters alone. A module of flax's nnx has in addition variables that are not trained, such as the
 statistics of batch normalization, and streams of random numbers. Functions get a tree as it is, and a module put together again.
@@ -90,8 +90,11 @@ class Model:
     def from_state(self, state: Mapping[str, Any], seed: int) -> Any:
         """Return the tree, or the module in the mode of evaluation, with the arrays of a ``train_state``."""
         model = self.with_arrays(state)
-        params, others = model.params, model.model_state
-        return self.build(params, others, jax.random.PRNGKey(seed), is_training=False) if self.is_module else params
+        if not self.is_module:
+            return model.params
+        arrays = model.params, model.model_state  # of JAX, as a module may change what is in its variables
+        arrays = jax.tree.map(lambda each: jax.numpy.asarray(each) if isinstance(each, np.ndarray) else each, arrays)
+        return self.build(*arrays, jax.random.PRNGKey(seed), is_training=False)
 
     def with_arrays(self, state: Mapping[str, Any]) -> Model:
         """Return it with the arrays of a ``train_state``."""
