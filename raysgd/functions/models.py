@@ -92,15 +92,16 @@ class Model:
         model = self.with_arrays(state)
         if not self.is_module:
             return model.params
-        arrays = model.params, model.model_state  # of JAX, as a module may change what is in its variables
-        arrays = jax.tree.map(lambda each: jax.numpy.asarray(each) if isinstance(each, np.ndarray) else each, arrays)
-        return self.build(*arrays, jax.random.PRNGKey(seed), is_training=False)
+        params, others = jax.tree.map(  # arrays of JAX, as a module may change what is in its variables
+            lambda each: jax.numpy.asarray(each) if isinstance(each, np.ndarray) else each,
+            (model.params, model.model_state),
+        )
+        return self.build(params, others, jax.random.PRNGKey(seed), is_training=False)
 
     def with_arrays(self, state: Mapping[str, Any]) -> Model:
         """Return it with the arrays of a ``train_state``."""
-        saved = state.get(
-            "model_state", state["params"]
-        )  # orbax may have saved the whole state of a module as one tree
+        # A program with orbax may have saved the whole state of a module as one tree.
+        saved = state.get("model_state", state["params"])
         others = None if self.model_state is None else from_nested_dict(saved, self.model_state)
         return replace(self, params=from_nested_dict(state["params"], self.params), model_state=others)
 
@@ -111,7 +112,7 @@ class Model:
         from flax import nnx
 
         graphdef, _ = loads(self.definition)
-        others = () if model_state is None else (model_state,)
+        others: tuple[Any, ...] = () if model_state is None else (model_state,)
         # Copied, as variables may only be changed in the trace that made them.
         module = nnx.merge(graphdef, params, self._new_streams(rng), *others, copy=True)
         (module.train if is_training else module.eval)()
@@ -129,7 +130,7 @@ class Model:
 
         _, wrt = loads(self.definition)
         nnx.pop(module, nnx.Intermediate)
-        *_, found = nnx.split(module, wrt, nnx.RngState, ...)
+        found = nnx.split(module, wrt, nnx.RngState, ...)[-1]
         expected, new = (
             {keys_of(keys): np.shape(leaf) for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
             for tree in (self.model_state, found)
