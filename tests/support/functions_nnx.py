@@ -1,4 +1,4 @@
-"""A program that trains a module of nnx by functions on workers, and exports for orbax; it writes what it found to ``found.json``.
+"""A program that trains a module of nnx by functions on workers, and exports for orbax; ``found.json`` gets what it found.
 
 Arguments: a folder, the number of workers, of devices of each, of model shards, and whether a worker is killed.
 """
