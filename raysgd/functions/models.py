@@ -1,4 +1,4 @@
-"""`Model`: what the script gives as ``params``, in parts. Any process; the driver makes no JAX array.
+"""`Model`: what the script gives as ``params``, in parts. Any process; it makes JAX arrays for modules alone.
 
 A tree of arrays is its parameters alone. A module of flax's nnx has in addition variables that are not trained, such as the
 statistics of batch normalization, and streams of random numbers. Functions get a tree as it is, and a module put together again.
@@ -90,14 +90,18 @@ class Model:
     def from_state(self, state: Mapping[str, Any], seed: int) -> Any:
         """Return the tree, or the module in the mode of evaluation, with the arrays of a ``train_state``."""
         model = self.with_arrays(state)
-        params, others = model.params, model.model_state
-        return self.build(params, others, jax.random.PRNGKey(seed), is_training=False) if self.is_module else params
+        if not self.is_module:
+            return model.params
+        params, others = jax.tree.map(  # arrays of JAX, as a module may change what is in its variables
+            lambda each: jax.numpy.asarray(each) if isinstance(each, np.ndarray) else each,
+            (model.params, model.model_state),
+        )
+        return self.build(params, others, jax.random.PRNGKey(seed), is_training=False)
 
     def with_arrays(self, state: Mapping[str, Any]) -> Model:
         """Return it with the arrays of a ``train_state``."""
-        saved = state.get(
-            "model_state", state["params"]
-        )  # orbax may have saved the whole state of a module as one tree
+        # A program with orbax may have saved the whole state of a module as one tree.
+        saved = state.get("model_state", state["params"])
         others = None if self.model_state is None else from_nested_dict(saved, self.model_state)
         return replace(self, params=from_nested_dict(state["params"], self.params), model_state=others)
 
@@ -108,7 +112,7 @@ class Model:
         from flax import nnx
 
         graphdef, _ = loads(self.definition)
-        others = () if model_state is None else (model_state,)
+        others: tuple[Any, ...] = () if model_state is None else (model_state,)
         # Copied, as variables may only be changed in the trace that made them.
         module = nnx.merge(graphdef, params, self._new_streams(rng), *others, copy=True)
         (module.train if is_training else module.eval)()

@@ -224,6 +224,11 @@ class Trainer:
 
         self._wrt = getattr(optimizer, "wrt", None)
         if self._wrt is not None:  # an nnx.Optimizer
+            if num_steps := int(optimizer.step.get_value()):
+                raise ConfigError(
+                    f"optimizer is an nnx.Optimizer that has made {num_steps} steps, and its state is not taken over: give a new "
+                    "one."
+                )
             optimizer = optimizer.tx
         if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
             raise ConfigError(

@@ -15,7 +15,7 @@ FRAMEWORKS = ("horovod", "jax", "tensorflow", "torch")
 OF_A_FRAMEWORK = (
     "raysgd.torch.", "raysgd.tensorflow.", "raysgd.jax.", "raysgd.engine.",
     "raysgd.functions.worker.", "raysgd.functions.checkpoints.", "raysgd.functions.schedules.", "raysgd.functions.trees.",
-    "raysgd.functions.sharding.",
+    "raysgd.functions.sharding.", "raysgd.functions.models.",
     "raysgd.declarative.components.", "raysgd.declarative.loop.", "raysgd.declarative.reductions.", "raysgd.declarative.sft.",
     "raysgd.train.templates.",
 )  # fmt: skip

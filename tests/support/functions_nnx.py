@@ -1,4 +1,4 @@
-"""A program that trains a module of nnx by functions on workers, and exports for orbax; it prints what it found, as JSON.
+"""A program that trains a module of nnx by functions on workers, and exports for orbax; ``found.json`` gets what it found.
 
 Arguments: a folder, the number of workers, of devices of each, of model shards, and whether a worker is killed.
 """
@@ -85,7 +85,7 @@ def main() -> None:
         )
         eval_loss = again.eval_loss(EXAMPLES[:10], per_device)
     jax.tree.map(np.testing.assert_array_equal, loaded["opt_state"], trainer.state.opt_state)
-    print(
+    (folder / "found.json").write_text(
         json.dumps(
             {
                 "losses": [each["train_loss"] for each in result.history],

@@ -271,7 +271,8 @@ class Steps:
     def restore_params(self, saved: Mapping[str, Any]) -> tuple[Any, Any]:
         """Place the parameters and the ``model_state`` of a saved state; each process reads what its devices need."""
         params = restore_arrays(saved["params"], params_like(self._mesh, self._plan))
-        return params, restore_arrays(saved.get("model_state", {}), self._others_like)
+        others = self._others_like
+        return params, None if others is None else restore_arrays(saved.get("model_state", {}), others)
 
     def local_rows(self, num_rows: int) -> slice:
         """Return which rows of a batch the devices of this process need: those that this process must collate.
