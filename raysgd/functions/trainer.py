@@ -192,7 +192,7 @@ class Trainer:
             ConfigError: An argument cannot work.
         """
         from raysgd.functions.trees import as_arrays, as_nested_dict
-        from raysgd.functions.worker.train_state import accumulates
+        from raysgd.functions.worker.train_state import accumulates, with_kind_of_dicts
 
         if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
             raise ConfigError(
@@ -200,6 +200,7 @@ class Trainer:
             )
         log_unused(PLACED_IN_WORKERS, params_sharded=params_sharded, opt_state_sharded=opt_state_sharded)
         self.set_params(params)
+        optimizer = with_kind_of_dicts(optimizer, self._like)
         self._parts |= {"apply_fn": apply_fn, "optimizer": optimizer}
         number = self._given_accumulate
         #: Batches that an update takes, and steps of the optimizer for an update.

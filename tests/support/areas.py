@@ -199,7 +199,11 @@ AREAS: dict[str, Area] = {
     ),
     "functions": Area(
         ("raysgd/functions",),
-        ("docs/test_functions_examples.py", "integration/test_functions_runs.py"),
+        (
+            "docs/test_functions_examples.py",
+            "integration/test_functions_redco_programs.py",
+            "integration/test_functions_runs.py",
+        ),
     ),
     "docs": Area(
         ("doc", "examples", "README.md"),

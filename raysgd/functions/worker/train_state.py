@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,6 +141,32 @@ def with_plain_keys(optimizer: optax.GradientTransformation, params: Any) -> opt
         return updates, plain(new)
 
     return optax.GradientTransformationExtraArgs(lambda params: plain(optimizer.init(params)), update)
+
+
+def with_kind_of_dicts(optimizer: optax.GradientTransformation, params: Any) -> optax.GradientTransformation:
+    """Return an optimizer for parameters in dicts, also if it was made for the `FrozenDict`s of flax, such as by its labels."""
+    try:
+        jax.eval_shape(optimizer.init, params)
+        return optimizer
+    except (TypeError, ValueError):
+        if "flax" not in sys.modules:
+            raise
+        from flax.core import freeze, unfreeze
+
+        try:
+            jax.eval_shape(optimizer.init, freeze(params))
+        except (TypeError, ValueError):
+            is_made_for_frozen = False
+        else:
+            is_made_for_frozen = True
+        if not is_made_for_frozen:
+            raise
+
+    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> Any:
+        updates, new = optimizer.update(freeze(updates), state, None if params is None else freeze(params), **more)
+        return unfreeze(updates), new
+
+    return optax.GradientTransformationExtraArgs(lambda params: optimizer.init(freeze(params)), update)
 
 
 def zero_spec(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
