@@ -17,6 +17,7 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.checkpoint.store import CheckpointStore
 from raysgd.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from raysgd.functions.trees import as_arrays, as_nested_dict, as_numpy, float_name, from_nested_dict, shapes_of
+from raysgd.functions.worker.train_state import with_kind_of_dicts
 from raysgd.session.local import LocalSession
 
 
@@ -72,7 +73,8 @@ def load(
     params = convert(state["params"])
     found: dict[str, Any] = {"params": params if load_params else None, "opt_state": None}
     if load_opt_state and optimizer is not None and "opt_state" in state:
-        like = jax.eval_shape(optimizer.init, shapes_of(params))
+        shapes = shapes_of(params)
+        like = jax.eval_shape(with_kind_of_dicts(optimizer, shapes).init, shapes)
         found["opt_state"] = convert(from_nested_dict(state["opt_state"], like))
     info = dict(saved.get("info", {}))
     if "step" in state:

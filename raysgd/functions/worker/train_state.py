@@ -144,29 +144,33 @@ def with_plain_keys(optimizer: optax.GradientTransformation, params: Any) -> opt
 
 
 def with_kind_of_dicts(optimizer: optax.GradientTransformation, params: Any) -> optax.GradientTransformation:
-    """Return an optimizer for parameters in dicts, also if it was made for the `FrozenDict`s of flax, such as by its labels."""
-    try:
-        jax.eval_shape(optimizer.init, params)
-        return optimizer
-    except (TypeError, ValueError):
-        if "flax" not in sys.modules:
-            raise
-        from flax.core import freeze, unfreeze
+    """Let labels and masks of an optimizer be flax's `FrozenDict`s where the parameters are dicts, or the other way round.
 
+    An optimizer that takes neither is returned as it is.
+    """
+
+    def takes(tree: Any) -> bool:
         try:
-            jax.eval_shape(optimizer.init, freeze(params))
+            jax.eval_shape(optimizer.init, tree)
         except (TypeError, ValueError):
-            is_made_for_frozen = False
-        else:
-            is_made_for_frozen = True
-        if not is_made_for_frozen:
-            raise
+            return False
+        return True
+
+    if "flax" not in sys.modules or takes(params):
+        return optimizer
+    from flax.core import freeze, unfreeze
+
+    convert = next((each for each in (freeze, unfreeze) if takes(each(params))), None)
+    if convert is None:
+        return optimizer
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def update(updates: Any, state: Any, params: Any = None, **more: Any) -> Any:
-        updates, new = optimizer.update(freeze(updates), state, None if params is None else freeze(params), **more)
-        return unfreeze(updates), new
+        structure = jax.tree.structure(updates)
+        updates, new = optimizer.update(convert(updates), state, None if params is None else convert(params), **more)
+        return jax.tree.unflatten(structure, jax.tree.leaves(updates)), new
 
-    return optax.GradientTransformationExtraArgs(lambda params: optimizer.init(freeze(params)), update)
+    return optax.GradientTransformationExtraArgs(lambda params: optimizer.init(convert(params)), update)
 
 
 def zero_spec(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
