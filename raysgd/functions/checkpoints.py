@@ -20,6 +20,7 @@ from raysgd.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from raysgd.functions import orbax_checkpoints
 from raysgd.functions.models import Model
 from raysgd.functions.trees import as_nested_dict, float_name, from_nested_dict, shapes_of
+from raysgd.functions.worker.train_state import with_kind_of_dicts
 from raysgd.session.local import LocalSession
 
 
@@ -100,7 +101,7 @@ def load(
         found["params"] = state["params"] if model is None else model.from_state(state, seed=0)
     if load_opt_state and optimizer is not None and "opt_state" in state:
         shapes = shapes_of(state["params"]) if model is None else model.params
-        opt_like = jax.eval_shape(optimizer.init, shapes)
+        opt_like = jax.eval_shape(with_kind_of_dicts(optimizer, shapes).init, shapes)
         found["opt_state"] = convert(from_nested_dict(state["opt_state"], opt_like))
     if "step" in state:
         info["step"] = int(np.asarray(state["step"]))

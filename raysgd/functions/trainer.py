@@ -220,7 +220,7 @@ class Trainer:
             ConfigError: An argument cannot work.
         """
         from raysgd.functions.trees import as_nested_dict, as_numbers
-        from raysgd.functions.worker.train_state import accumulates
+        from raysgd.functions.worker.train_state import accumulates, with_kind_of_dicts
 
         self._wrt = getattr(optimizer, "wrt", None)
         if self._wrt is not None:  # an nnx.Optimizer
@@ -236,6 +236,7 @@ class Trainer:
             )
         log_unused(PLACED_IN_WORKERS, params_sharded=params_sharded, opt_state_sharded=opt_state_sharded)
         self.set_params(params)
+        optimizer = with_kind_of_dicts(optimizer, self._like.params)
         self._parts |= {"apply_fn": apply_fn, "optimizer": optimizer}
         number = self._given_accumulate
         #: Batches that an update takes, and steps of the optimizer for an update.

@@ -203,6 +203,7 @@ AREAS: dict[str, Area] = {
         (
             "docs/test_functions_examples.py",
             "integration/test_functions_nnx.py",
+            "integration/test_functions_redco_programs.py",
             "integration/test_functions_runs.py",
         ),
     ),

@@ -166,3 +166,25 @@ def test_rules_may_be_for_submodules() -> None:
     assert plan.specs["model"]["kernel"] == plan_sharding(PARAMS, deployer.axis_sizes).specs["model"]["kernel"]
     with pytest.raises(ConfigError, match=r"does not fit a of shape"):
         plan_sharding(PARAMS, deployer.axis_sizes, {"lora": [("a", (None, None, "mp"))]})
+
+
+@pytest.mark.parametrize("kinds", [("dict", "FrozenDict"), ("FrozenDict", "dict")])
+def test_labels_and_masks_may_be_of_the_other_kind_of_dict(kinds: tuple[str, str], tmp_path: Any) -> None:
+    core = pytest.importorskip("flax.core")
+    params, labels = ({"dict": core.unfreeze, "FrozenDict": core.freeze}[kind](PARAMS) for kind in kinds)
+    labels = jax.tree_util.tree_map_with_path(lambda path, _: path[0].key, labels)
+    mask = jax.tree.map(lambda label: label == "lora", labels)
+    optimizer = optax.chain(
+        optax.multi_transform({"model": optax.set_to_zero(), "lora": optax.adam(0.1)}, labels),
+        optax.masked(optax.scale(2.0), mask),
+    )
+    trainer = Trainer(Deployer(0), anything, None, anything, params, optimizer)
+    tx = trainer.state.tx
+    grads = jax.tree.map(np.ones_like, params)
+    updates, opt_state = tx.update(grads, tx.init(params), params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    np.testing.assert_allclose(updates["lora"]["a"], -0.2, rtol=1e-5)
+    np.testing.assert_array_equal(updates["model"]["kernel"], 0)
+    trainer.deployer.save_ckpt(tmp_path, params, opt_state)
+    restored, _ = trainer.deployer.load_ckpt(tmp_path, optimizer=optimizer)
+    jax.tree.map(np.testing.assert_array_equal, restored["opt_state"], opt_state)

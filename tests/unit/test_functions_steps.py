@@ -381,8 +381,9 @@ def test_state_of_the_optimizer_is_sharded_as_parameters_and_along_data(mlp: Any
     [
         optax.chain(optax.clip_by_global_norm(0.1), optax.adafactor(0.1, min_dim_size_to_factor=8)),
         optax.masked(optax.adam(0.1), lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
+        optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1, rtol=0.9)),  # takes the loss
     ],
-    ids=["adafactor", "masked"],
+    ids=["adafactor", "masked", "plateau"],
 )
 def test_other_optimizers_are_sharded_too_and_compute_the_same(mlp: Any, optimizer: Any) -> None:
     settings = {"loss_fn": mean_loss, "optimizer": optimizer, "lr_schedule_fn": None}

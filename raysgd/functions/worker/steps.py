@@ -143,7 +143,7 @@ class Steps:
         self._loss_fn = loss_fn
         self._pred_fn = pred_fn
         if optimizer is not None:
-            optimizer = with_plain_keys(optimizer, params_like(mesh, plan))
+            optimizer = with_plain_keys(optax.with_extra_args_support(optimizer), params_like(mesh, plan))
         self._optimizer = optimizer
         self._num_micro = accumulate_grad_batches or 1
         self._schedule = lr_schedule_fn
@@ -387,7 +387,7 @@ class Steps:
         grad_norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
         grads = self._constrain(grads, self._zero_params)
         params_shard = self._constrain(state.params, self._zero_params)
-        updates, opt_state = self._optimizer.update(grads, state.opt_state, params_shard)
+        updates, opt_state = self._optimizer.update(grads, state.opt_state, params_shard, value=loss.total * scale)
         params = self._constrain(optax.apply_updates(params_shard, updates), self._params)
         opt_state = self._constrain(opt_state, self._shardings.opt_state)
         metrics = {"loss": loss.total * scale, "weight": loss.weight, "grad_norm": grad_norm, "step": state.step + 1}

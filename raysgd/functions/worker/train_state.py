@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,6 +163,36 @@ def _spec_of(opt_state: Any) -> Callable[[Mesh, tuple[int, ...], PartitionSpec],
     """Return what makes the spec of a leaf of this state from that of its parameter."""
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state))
     return zero_spec if size >= MIN_SHARDED_BYTES else lambda mesh, shape, spec: spec
+
+
+def with_kind_of_dicts(optimizer: optax.GradientTransformation, params: Any) -> optax.GradientTransformation:
+    """Let labels and masks of an optimizer be flax's `FrozenDict`s where the parameters are dicts, or the other way round.
+
+    An optimizer that takes neither is returned as it is.
+    """
+
+    def takes(tree: Any) -> bool:
+        try:
+            jax.eval_shape(optimizer.init, tree)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    if "flax" not in sys.modules or takes(params):
+        return optimizer
+    from flax.core import freeze, unfreeze
+
+    convert = next((each for each in (freeze, unfreeze) if takes(each(params))), None)
+    if convert is None:
+        return optimizer
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> Any:
+        structure = jax.tree.structure(updates)
+        updates, new = optimizer.update(convert(updates), state, None if params is None else convert(params), **more)
+        return jax.tree.unflatten(structure, jax.tree.leaves(updates)), new
+
+    return optax.GradientTransformationExtraArgs(lambda params: optimizer.init(convert(params)), update)
 
 
 def zero_spec(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
