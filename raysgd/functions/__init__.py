@@ -8,13 +8,14 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from raysgd.functions.deployer import Deployer
+    from raysgd.functions.fit_result import FitResult
     from raysgd.functions.predictor import Predictor
     from raysgd.functions.stored_arrays import StoredArray, open_safetensors
-    from raysgd.functions.trainer import FitResult, Trainer
+    from raysgd.functions.trainer import Trainer
 
 _MODULE_OF = {
     "Deployer": "raysgd.functions.deployer",
-    "FitResult": "raysgd.functions.trainer",
+    "FitResult": "raysgd.functions.fit_result",
     "Predictor": "raysgd.functions.predictor",
     "StoredArray": "raysgd.functions.stored_arrays",
     "Trainer": "raysgd.functions.trainer",

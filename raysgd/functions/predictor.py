@@ -169,3 +169,21 @@ def find_saved(given: str | os.PathLike[str] | Checkpoint, like: Any) -> tuple[s
     if checkpoint.path is None:
         raise ConfigError("the checkpoint is in memory only: give one that is on storage, or a tree of arrays.")
     return checkpoint.path, None
+
+
+def check_evaluation(examples: Any, predictor: Any, metric_fn: Any) -> dict[str, Any] | None:
+    """Check what belongs to the evaluation; return the functions of the predictor.
+
+    Raises:
+        ConfigError: Something is missing, or is of a wrong type.
+    """
+    check_callable("eval_metric_fn", metric_fn, "eval_metric_fn(examples, preds)", may_be_none=True)
+    if predictor is not None and not isinstance(predictor, Predictor):
+        raise ConfigError(
+            f"eval_predictor={predictor!r:.80} is not a Predictor; give trainer.get_default_predictor(pred_fn)."
+        )
+    if metric_fn is not None and predictor is None:
+        raise ConfigError("eval_metric_fn needs eval_predictor, whose predictions it gets.")
+    if predictor is not None and examples is None:
+        raise ConfigError("eval_predictor needs eval_examples, which it predicts.")
+    return None if predictor is None else dict(predictor.functions)

@@ -1,10 +1,10 @@
-"""`Trainer` and `FitResult`: training by functions. Driver side; it imports no JAX by itself."""
+"""`Trainer`: training by functions. Driver side; it imports no JAX by itself."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +20,10 @@ from raysgd.config.checks import check_bool, check_count
 from raysgd.errors import ConfigError, UsageError
 from raysgd.functions.deployer import Deployer, absolute
 from raysgd.functions.examples import check_callable, check_examples
+from raysgd.functions.fit_result import FitResult
 from raysgd.functions.kept_checkpoints import KeptCheckpoints, earlier_checkpoints
 from raysgd.functions.left_out import PLACED_IN_WORKERS, log_unused, no_attribute
-from raysgd.functions.predictor import Predictor, check_deployer, find_saved
+from raysgd.functions.predictor import Predictor, check_deployer, check_evaluation, find_saved
 from raysgd.functions.runs import TrainingByEpochs
 from raysgd.functions.settings import FitSettings, TaskSettings
 from raysgd.functions.tasks import EvalLossTask, ExportTask, FitTask
@@ -34,48 +35,6 @@ _FIT_HINTS = {
     "epochs": "use n_epochs=",
     "dataset": "use train_examples=",
 }
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """The results of a training.
-
-    Attributes:
-        metrics: The metrics of the last epoch: ``train_loss``, and those of the evaluation as ``eval_loss`` and so on.
-        history: The metrics of each epoch.
-        num_steps: The number of updates so far.
-        num_compilations: How often each step was compiled, by name: once for each shape of a batch. The metric
-            ``compilations`` says at which steps.
-        checkpoints: ``last``, ``epoch_0`` and so on, and ``min_loss`` or ``max_accuracy`` for the best ones: those that fit was
-            asked to keep.
-        run_dir: The folder of the run.
-    """
-
-    metrics: dict[str, Any]
-    history: list[dict[str, Any]] = field(repr=False)
-    num_steps: int
-    num_compilations: dict[str, int] = field(repr=False)
-    checkpoints: dict[str, Checkpoint]
-    run_dir: str | None
-    _trainer: Trainer = field(repr=False)
-    _source: tuple[str | None, Any] = field(repr=False)
-
-    @property
-    def params(self) -> Any:
-        """The trained parameters as NumPy arrays, or the module of nnx, loaded when they are asked for.
-
-        Raises:
-            UsageError: They are of a call of `Trainer.train`, and another one has followed.
-        """
-        path, state = self._source
-        if isinstance(state, int):
-            if state != self._trainer.step:
-                raise UsageError(
-                    f"the parameters after step {state} were not kept, because the trainer has trained on since: ask for params "
-                    "before the next call of train()."
-                )
-            return self._trainer.params
-        return self._trainer._load_params(path, state)
 
 
 class Trainer:
@@ -439,7 +398,7 @@ class Trainer:
         if eval_examples is not None:
             is_same = eval_examples is train_examples and not is_function
             dataset["eval"] = dataset["train"] if is_same else check_examples("eval_examples", eval_examples)
-        predictor = _check_evaluation(eval_examples, eval_predictor, eval_metric_fn)
+        predictor = check_evaluation(eval_examples, eval_predictor, eval_metric_fn)
         check_count("n_epochs", n_epochs, minimum=1)
         check_count("per_device_batch_size", per_device_batch_size, minimum=1)
         kept = KeptCheckpoints.of(
@@ -539,8 +498,16 @@ class Trainer:
             raise
         self._first_epoch, self._step = live.epoch, metrics["step"]
         counts = {"train": compilations, "eval_loss": 0, "predict": 0}
-        source = None, self._step
-        return FitResult(metrics, [metrics], self._step, counts, {}, runs.trainer.run_dir, self, source)
+        load_params = partial(self._params_after, self._step)
+        return FitResult(metrics, [metrics], self._step, counts, {}, runs.trainer.run_dir, load_params)
+
+    def _params_after(self, step: int) -> Any:
+        if step != self._step:
+            raise UsageError(
+                f"the parameters after step {step} were not kept, because the trainer has trained on since: ask for params "
+                "before the next call of train()."
+            )
+        return self.params
 
     def _recover(self, live: TrainingByEpochs) -> None:
         """Continue with the newest state that a run for calls of train() has saved; it saves when it fails, if it can."""
@@ -645,22 +612,5 @@ class Trainer:
         self._step = int(found["num_steps"])
         metrics = dict(history[-1]) if history else {}
         counts = found["num_steps"], dict(found["num_compilations"])
-        return FitResult(metrics, history, *counts, checkpoints, runs.trainer.run_dir, self, self._newest)
-
-
-def _check_evaluation(examples: Any, predictor: Any, metric_fn: Any) -> dict[str, Any] | None:
-    """Check what belongs to the evaluation; return the functions of the predictor.
-
-    Raises:
-        ConfigError: Something is missing, or is of a wrong type.
-    """
-    check_callable("eval_metric_fn", metric_fn, "eval_metric_fn(examples, preds)", may_be_none=True)
-    if predictor is not None and not isinstance(predictor, Predictor):
-        raise ConfigError(
-            f"eval_predictor={predictor!r:.80} is not a Predictor; give trainer.get_default_predictor(pred_fn)."
-        )
-    if metric_fn is not None and predictor is None:
-        raise ConfigError("eval_metric_fn needs eval_predictor, whose predictions it gets.")
-    if predictor is not None and examples is None:
-        raise ConfigError("eval_predictor needs eval_examples, which it predicts.")
-    return None if predictor is None else dict(predictor.functions)
+        load_params = partial(self._load_params, *self._newest)
+        return FitResult(metrics, history, *counts, checkpoints, runs.trainer.run_dir, load_params)
