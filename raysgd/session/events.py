@@ -132,6 +132,30 @@ class StartUnusable:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """How far a rank's live state is; see `raysgd.session.live`.
+
+    Attributes:
+        step: Complete steps of the attempt.
+        small: The small state that belongs to this rank alone, as JSON; None: as in the mark before.
+        is_in_step: The forward pass of the next step is over; ``small`` is the state after it.
+        is_settled: In no step so far, and there was one, has the small state changed after the forward pass.
+    """
+
+    step: int
+    small: bytes | None
+    is_in_step: bool = False
+    is_settled: bool = False
+
+
+@dataclass(frozen=True)
+class Marked:
+    """The last marks of a rank whose process died, oldest first."""
+
+    marks: tuple[Mark, ...]
+
+
+@dataclass(frozen=True)
 class AtSavePoint:
     """The rank waits after save ``call``, from 0, which all ranks leave after; see `raysgd.session.gates`.
 
@@ -230,6 +254,7 @@ WorkerEvent = (
     | PartHeld
     | HoldFailed
     | StartUnusable
+    | Marked
     | AtSavePoint
     | Sample
     | Warned
