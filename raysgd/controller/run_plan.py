@@ -10,6 +10,7 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.policies.after_failure import Failure
+from raysgd.controller.policies.live import LiveStart
 from raysgd.controller.states import Outcome
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class Start:
     Attributes:
         uri: The checkpoint on storage.
         held: The manifest of the checkpoint in the cluster's memory, which is preferred to the one on storage.
+        live: The complete step that survivors hold, which is preferred to both.
         skipped: A line for each newer checkpoint of an earlier run that is damaged.
     """
 
@@ -32,11 +34,12 @@ class Start:
     time_total_s: float = 0.0
     number: int = 0
     held: Manifest | None = None
+    live: LiveStart | None = None
     skipped: tuple[str, ...] = ()
 
     @property
     def is_checkpoint(self) -> bool:
-        return self.uri is not None or self.held is not None
+        return self.uri is not None or self.held is not None or self.live is not None
 
 
 #: Distance between the last frame number in the journal and the first one after a restart. A reader may have received frames

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.checkpoint.storage.names import FileEntry
+from raysgd.session.complete_steps import Mark
 
 
 @dataclass(frozen=True)
@@ -129,23 +130,6 @@ class StartUnusable:
     """The checkpoint that the attempt starts from does not match its manifest, or is gone."""
 
     error: str
-
-
-@dataclass(frozen=True)
-class Mark:
-    """How far a rank's live state is; see `raysgd.session.live`.
-
-    Attributes:
-        step: Complete steps of the attempt.
-        small: The small state that belongs to this rank alone, as JSON; None: as in the mark before.
-        is_in_step: The forward pass of the next step is over; ``small`` is the state after it.
-        is_settled: In no step so far, and there was one, has the small state changed after the forward pass.
-    """
-
-    step: int
-    small: bytes | None
-    is_in_step: bool = False
-    is_settled: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ With logical workers the generators of each of them belong to it too; see `raysg
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -68,12 +69,12 @@ def use_one_thread() -> None:
         torch.set_num_threads(1)
 
 
-def capture(datasets: Datasets, logical: LogicalWorkers | None = None) -> RankState:
-    """Return this rank's state now, JSON-able."""
+def capture(datasets: Datasets, logical: LogicalWorkers | None = None, *, shared: bool = True) -> RankState:
+    """Return this rank's state now, JSON-able. ``shared``: with the positions on which all ranks agree."""
     state: RankState = {_GENERATORS: capture_generators()}
     if logical is not None:
         state[_LOGICAL] = logical.to_json()
-    if positions := datasets.positions():
+    if shared and (positions := datasets.positions()):
         state[_DATA] = positions
     if own := datasets.own_positions():
         state[_OWN_DATA] = own
@@ -96,6 +97,17 @@ def restore(state: Mapping[str, Any], datasets: Datasets, logical: LogicalWorker
 def positions_in(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the data positions in a rank's state on which all ranks agree."""
     return dict(state.get(_DATA, {}))
+
+
+def after_step(small: bytes | None, positions: Mapping[str, Any]) -> RankState:
+    """Return the state with which a rank resumes after a complete step.
+
+    Args:
+        small: What `capture` returned without the shared positions, as JSON; None: another number of ranks resumes.
+        positions: The shared positions.
+    """
+    own: RankState = {} if small is None else json.loads(small)
+    return own | ({_DATA: dict(positions)} if positions else {})
 
 
 def shared_states(states: Mapping[int, Mapping[str, Any]]) -> dict[int, RankState]:

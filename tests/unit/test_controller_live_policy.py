@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from raysgd.controller.policies.live import NUM_MARKS, HeldStep, LiveReport, LiveStart, StepId, choose_step
-from raysgd.session.events import Mark
+from raysgd.controller.policies.live import LiveStart, choose_step
+from raysgd.session.complete_steps import NUM_MARKS, HeldStep, LiveReport, Mark, StepId
 
 NUM_SCHEDULES = 2 * int(os.environ.get("RAYSGD_SCHEDULES", 1000))
 NUM_STEPS = 9

@@ -10,55 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
-from raysgd.session.events import Mark
-
-#: The marks of a rank that may be needed: after the chosen step and the one after it, and after passes in the steps that follow.
-NUM_MARKS = 5
-
-
-class StepId(NamedTuple):
-    """A step: the number of its attempt, and how many steps of that attempt are complete with it. Later ones are greater."""
-
-    attempt: int
-    step: int
-
-
-@dataclass(frozen=True)
-class HeldStep:
-    """A complete step whose whole state is in a worker's memory, unchanged since.
-
-    Attributes:
-        iteration: Rounds of the run up to the step.
-        num_saves: Calls of ``save_checkpoint`` in the attempt up to the step.
-        positions: The positions in the datasets, which are the same on all ranks.
-    """
-
-    id: StepId
-    iteration: int = 0
-    time_total_s: float = 0.0
-    num_saves: int = 0
-    positions: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class LiveReport:
-    """What a process that took part in the last attempt says of its live state.
-
-    Attributes:
-        rank: Its rank in that attempt.
-        attempt: The number of that attempt.
-        marks: Its last marks, oldest first.
-        held: The step that it holds; None if its state was being changed when it left train_func.
-        endpoint: Where others can copy the state from.
-    """
-
-    rank: int
-    attempt: int
-    marks: tuple[Mark, ...] = ()
-    held: HeldStep | None = None
-    endpoint: Any = None
+from raysgd.session.complete_steps import HeldStep, LiveReport, Mark
+from raysgd.transport import Endpoint
+from raysgd.workers.orders import LiveOrder
 
 
 @dataclass(frozen=True)
@@ -78,8 +33,12 @@ class LiveStart:
     holders: tuple[int, ...]
     world_size: int
     small: Mapping[int, bytes] = field(default_factory=dict)
-    endpoint: Any = None
+    endpoint: Endpoint | None = None
     num_repeated: int = 1
+
+    def order_for(self, rank: int) -> LiveOrder:
+        """Return the order for a rank that starts from the step."""
+        return LiveOrder(self.held, self.small.get(rank), None if rank in self.holders else self.endpoint)
 
 
 def choose_step(

@@ -203,7 +203,7 @@ class RunMachine:
     def _start_attempt(self, before: Preparing, group: c.GroupReady) -> None:
         """Call train_func on all ranks."""
         attempt, world_size = before.attempt, len(group.nodes)
-        start, first_number = self.checkpoints.begin_attempt(attempt, world_size)
+        start, first_number = self.checkpoints.begin_attempt(attempt, world_size, group.live)
         self.state = Running(attempt, before.serial, start.iteration, group.nodes, set(range(world_size)))
         self._growth.on_group_formed(self.state, group.num_joining)
         self._save_point.request(self.state, self.pause.why)
@@ -215,7 +215,8 @@ class RunMachine:
         }
         of_frame = {**data, "workers_per_replica": self._plan.workers_per_replica}
         self._emit(c.EmitFrame(frames.ATTEMPT, attempt, data=of_frame))
-        place = {"checkpoint": start.uri, "memory": None if start.held is None else start.number}
+        live = None if start.live is None else list(start.live.held.id)
+        place = {"checkpoint": start.uri, "memory": None if start.held is None else start.number, "live": live}
         self._emit(c.RecordEvent("attempt_start", {**data, **place}))
         self._emit(c.StartAttempt(attempt, start, first_number))
 
@@ -238,6 +239,8 @@ class RunMachine:
                 self._on_write_failed(number, self.checkpoints.on_part_failed(event))
             case e.StartUnusable():
                 self._on_start_unusable(running, event)
+            case e.Marked():
+                self.checkpoints.on_marked(rank, event.marks)
             case e.AtSavePoint():
                 self._save_point.on_reached(rank, self.checkpoints.number_of(event.call), event.point)
             case e.Returned():

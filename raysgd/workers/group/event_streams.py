@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from raysgd.session.events import WorkerEvent
+from raysgd.session.events import Marked, WorkerEvent
 from raysgd.transport import Endpoint
 from raysgd.workers.events_connection import VALUE_FOLLOWS, Batch, Inbox, InboxAddress, Inboxes
 from raysgd.workers.liveness.death_reasons import DEATHS
@@ -65,6 +65,8 @@ class WorkerStreams:
         try:
             while (item := await inbox.items.get()) is not None:
                 if isinstance(item, Exception):
+                    if inbox.marks:
+                        yield [Marked(tuple(inbox.marks))]
                     raise item
                 yield item
         finally:
