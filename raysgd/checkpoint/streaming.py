@@ -64,7 +64,7 @@ def read_state(stream: BinaryIO, where: str) -> Any:
     num_tensor_bytes, num_tree_bytes = _SIZES.unpack(_read(stream, _SIZES.size, where))
     tree = _read(stream, num_tree_bytes, where)
     with Checksum() as checksum:
-        leaves = read_tensors(stream, where, num_tensor_bytes, checksum)
+        leaves = read_tensors(stream, where, num_tensor_bytes, checksum) if num_tensor_bytes else {}
         found = checksum.result().crc32, zlib.crc32(tree)
     if found != _CRC32.unpack(_read(stream, _CRC32.size, where)):
         raise CheckpointCorruptError(f"{where} does not match its checksums")

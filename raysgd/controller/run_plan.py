@@ -41,6 +41,16 @@ class Start:
     def is_checkpoint(self) -> bool:
         return self.uri is not None or self.held is not None or self.live is not None
 
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where the state is, for the record of an attempt: on storage, in the cluster's memory, or in that of survivors."""
+        memory = None if self.held is None else self.number
+        return {
+            "checkpoint": self.uri,
+            "memory": memory,
+            "live": None if self.live is None else list(self.live.held.id),
+        }
+
 
 #: Distance between the last frame number in the journal and the first one after a restart. A reader may have received frames
 #: that were never written, and asks for the frames after those.

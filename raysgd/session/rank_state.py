@@ -69,12 +69,12 @@ def use_one_thread() -> None:
         torch.set_num_threads(1)
 
 
-def capture(datasets: Datasets, logical: LogicalWorkers | None = None, *, shared: bool = True) -> RankState:
-    """Return this rank's state now, JSON-able. ``shared``: with the positions on which all ranks agree."""
+def capture(datasets: Datasets, logical: LogicalWorkers | None = None) -> RankState:
+    """Return this rank's state now, JSON-able."""
     state: RankState = {_GENERATORS: capture_generators()}
     if logical is not None:
         state[_LOGICAL] = logical.to_json()
-    if shared and (positions := datasets.positions()):
+    if positions := datasets.positions():
         state[_DATA] = positions
     if own := datasets.own_positions():
         state[_OWN_DATA] = own
@@ -99,11 +99,23 @@ def positions_in(state: Mapping[str, Any]) -> dict[str, Any]:
     return dict(state.get(_DATA, {}))
 
 
+def capture_own(generator_text: str, datasets: Datasets) -> bytes:
+    """Return what `capture` returns without the positions on which all ranks agree, as JSON.
+
+    Args:
+        generator_text: From `raysgd.session.generators.GeneratorText`.
+        datasets: The datasets of this rank.
+    """
+    own = datasets.own_positions()
+    positions = f',"{_OWN_DATA}":{json.dumps(own)}' if own else ""
+    return f'{{"{_GENERATORS}":{generator_text}{positions}}}'.encode()
+
+
 def after_step(small: bytes | None, positions: Mapping[str, Any]) -> RankState:
     """Return the state with which a rank resumes after a complete step.
 
     Args:
-        small: What `capture` returned without the shared positions, as JSON; None: another number of ranks resumes.
+        small: What `capture_own` returned; None: another number of ranks resumes.
         positions: The shared positions.
     """
     own: RankState = {} if small is None else json.loads(small)

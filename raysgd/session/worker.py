@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from raysgd.session.context import OUTLIVED
 from raysgd.session.event_queue import EventQueue
 from raysgd.session.events import Saved, StartUnusable
 from raysgd.session.gates import SaveGate, StopGate
+from raysgd.session.generators import GeneratorText
 from raysgd.session.live import LiveState
 from raysgd.session.metrics import copy_metrics
 from raysgd.session.saving import CheckpointWriter
@@ -113,6 +113,7 @@ class WorkerSession(Session):
         self.live: LiveState | None = None
         self.send_mark = send_mark
         self._release_start = release_start
+        self._generator_text = GeneratorText()
         self.expects_save = False
         super().__init__(
             identity,
@@ -293,7 +294,7 @@ class WorkerSession(Session):
 
     def own_state(self) -> bytes:
         """Return the small state that belongs to this rank alone: all but the positions that the ranks share."""
-        return json.dumps(rank_state.capture(self._datasets, shared=False)).encode()
+        return rank_state.capture_own(self._generator_text.read(), self._datasets)
 
     def held_step(self, step: int) -> HeldStep:
         """Return the record of a step that is complete now."""

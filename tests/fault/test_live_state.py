@@ -118,6 +118,13 @@ def test_run_continues_from_the_memory_of_survivors(
     first, second = events_of(trainer, "attempt_start")
     assert first["live"] is None
     assert second["live"][1] >= DIES_AT - 1 and (second["checkpoint"], second["memory"]) == (None, None)
+    (continued,) = events_of(trainer, "continued")
+    source = 0 if rank else 1
+    assert (continued["ranks"], continued["source"], continued["num_repeated"]) == ([rank], source, 1)
+    assert continued["why"] == (
+        f"rank {rank} died; continued after {continued['seconds']:.2f} s from the memory of rank {source}, one step repeated, "
+        "nothing read from storage"
+    )
     assert value["step"] == calm["step"]
     for name, tensor in calm["tensors"].items():
         assert np.array_equal(tensor, value["tensors"][name]), f"{name} differs"

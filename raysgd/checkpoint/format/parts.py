@@ -107,10 +107,9 @@ def read_leaves(directory: Storage, entry: FileEntry) -> dict[str, StoredLeaf]:
 
 
 def read_tensors(stream: BinaryIO, where: str, num_bytes: int, checksum: Checksum) -> dict[str, StoredLeaf]:
-    """Read the tensors of a file of ``num_bytes`` from its beginning; empty for an empty file."""
+    """Read the tensors of a file of ``num_bytes`` from its beginning."""
     reader = _Reader(stream, where, checksum)
-    specs = reader.read_specs(num_bytes) if num_bytes else []
-    return dict(leaf for group in _group(specs) for leaf in reader.read_tensors(group))
+    return dict(leaf for group in _group(reader.read_specs(num_bytes)) for leaf in reader.read_tensors(group))
 
 
 def copy_leaves(file: ByteArray, where: str) -> dict[str, StoredLeaf]:

@@ -21,7 +21,7 @@ from raysgd.controller.frames import Closing
 from raysgd.controller.policies.live import LiveStart, choose_step
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
 from raysgd.session.complete_steps import LiveReport, Mark, StepId
-from raysgd.session.events import HoldFailed, PartFailed, PartHeld, PartSafe, Saved
+from raysgd.session.events import HoldFailed, Marked, PartFailed, PartHeld, PartSafe, Saved
 
 Emit = Callable[[c.Command], None]
 NO_REPORTS: Mapping[int, LiveReport] = MappingProxyType({})
@@ -199,10 +199,6 @@ class CheckpointCoordinator:
                 self._emit(c.EmitFrame(frames.CHECKPOINT_SCORED, manifest.attempt, data=self._describe(manifest)))
             self._delete(manifest.attempt, self._index.add(manifest))
 
-    def on_marked(self, rank: int, marks: tuple[Mark, ...]) -> None:
-        """The process of a rank has died, which had sent these marks."""
-        self._marks[rank] = marks
-
     def find_live(self, reports: Mapping[int, LiveReport], world_size: int) -> LiveStart | str | None:
         """Return the complete step that survivors hold, if the next attempt starts from it.
 
@@ -314,8 +310,11 @@ class CheckpointCoordinator:
         if closings:
             self._apply_scores()
 
-    def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed) -> str | None:
+    def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed | Marked) -> str | None:
         """A rank has sent an event; returns the rule that it broke, or None."""
+        if isinstance(event, Marked):
+            self._marks[rank] = event.marks
+            return None
         problem = None if self._memory is None else self._memory.on_event(rank, event)
         if not isinstance(event, (PartHeld, HoldFailed)):
             problem = self._pending.on_event(rank, event) or problem

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from raysgd.session.complete_steps import HeldStep, LiveReport, Mark
 from raysgd.transport import Endpoint
@@ -35,6 +36,20 @@ class LiveStart:
     small: Mapping[int, bytes] = field(default_factory=dict)
     endpoint: Endpoint | None = None
     num_repeated: int = 1
+
+    def describe(self, lost: Sequence[int], seconds: float) -> dict[str, Any]:
+        """Return the record of how training continued, with one line for the user.
+
+        Args:
+            lost: The ranks whose processes died; empty if the ranks left for another reason.
+            seconds: From then until all ranks had entered train_func again.
+        """
+        source, num_repeated = self.holders[0], self.num_repeated
+        ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} died; " if lost else ""
+        steps = "one step" if num_repeated == 1 else f"{num_repeated} steps"
+        why = f"continued after {seconds:.2f} s from the memory of rank {source}, {steps} repeated, nothing read from storage"
+        fields = {"step": list(self.held.id), "source": source, "num_repeated": num_repeated}
+        return {"why": ranks + why, "ranks": list(lost), "seconds": seconds, **fields}
 
     def order_for(self, rank: int) -> LiveOrder:
         """Return the order for a rank that starts from the step."""
