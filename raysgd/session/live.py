@@ -11,6 +11,7 @@ never taken, nor one whose tensors count other changes.
 from __future__ import annotations
 
 import copy
+import operator
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,10 @@ from raysgd.session.complete_steps import NUM_MARKS, HeldStep, Mark
 
 if TYPE_CHECKING:
     from raysgd.session.worker import WorkerSession
+
+
+#: Steps after which the tensors of the state are the same objects.
+_SETTLED_AFTER = 3
 
 
 @final
@@ -88,6 +93,7 @@ class LiveState:
         self._is_in_step = False
         self._is_settled = True
         self._hooks: list[Any] = []
+        self._tensors: list[Any] = []
         self.is_changing = False
         self.num_steps = 0
         self.marks: deque[Mark] = deque(maxlen=NUM_MARKS)
@@ -137,7 +143,9 @@ class LiveState:
         complete, self._complete = self._complete, None
         if complete is None or self._session is None or self.is_changing:
             return None
-        if _versions(self._tensors()) != complete.versions:
+        now = self._list_tensors()
+        is_same = len(now) == len(self._tensors) and all(map(operator.is_, now, self._tensors))
+        if not is_same or _versions(now) != complete.versions:
             return None
         held = complete.held
         reports = self._reports_in_step if self._is_in_step else self._session.num_reports
@@ -152,6 +160,7 @@ class LiveState:
             hook.remove()
         self._hooks.clear()
         self._objects.clear()
+        self._tensors.clear()
         self._complete = None
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -160,13 +169,15 @@ class LiveState:
         """Record what belongs to the step that is complete now, except for the tensors that are not copied."""
         step = self.num_steps + 1
         small = session.own_state()
+        if step <= _SETTLED_AFTER:  # an optimizer makes its state in its first steps
+            self._tensors = self._list_tensors()
         self._is_settled = self._is_settled and self._is_in_step and small == self._small_after_pass
         optimizers = {name: given for name, given in self._objects.items() if _is_optimizer(given)}
         self._complete = _Complete(
             session.held_step(step),
             session.num_reports,
             values,
-            _versions(self._tensors()),
+            _versions(self._tensors),
             {id(buffer): buffer.detach().clone() for buffer in self._buffers()},
             {name: [_settings(group) for group in given.param_groups] for name, given in optimizers.items()},
             {
@@ -203,14 +214,16 @@ class LiveState:
         self.marks.append(mark)
         session.send_mark(replace(mark, small=None) if is_same else mark)
 
-    def _tensors(self) -> Iterator[Any]:
-        """Yield the tensors that are not copied."""
+    def _list_tensors(self) -> list[Any]:
+        """Return the tensors that are not copied."""
+        found: list[Any] = []
         for given in self._objects.values():
             if _is_optimizer(given):
-                for state in given.state.values():
-                    yield from (value for value in state.values() if hasattr(value, "_version"))
+                values = [value for state in given.state.values() for value in state.values()]
+                found += [value for value in values if hasattr(value, "_version")]
             elif _is_module(given):
-                yield from given.parameters()
+                found += given.parameters()
+        return found
 
     def _buffers(self) -> Iterator[Any]:
         for given in self._objects.values():

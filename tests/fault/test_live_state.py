@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import raysgd
-from support.runs import events_of, once, quiet, travels_by_value
+from support.runs import events_of, make_trainer, once, quiet, travels_by_value
 
 pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
 travels_by_value(__name__)
@@ -40,8 +40,10 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         step = state["step"]
 
     def die(moment: str) -> None:
-        is_due = moment == config["moment"] and step == DIES_AT - 1 and raysgd.world_rank() == config["rank"]
-        if is_due and once(config["folder"], "died"):
+        """Die if this is the moment; rank None: all ranks die, each once."""
+        rank = raysgd.world_rank()
+        is_due = moment == config["moment"] and step == DIES_AT - 1 and config["rank"] in (None, rank)
+        if is_due and once(config["folder"], f"died-{rank}"):
             os.kill(os.getpid(), signal.SIGKILL)
 
     model[0].weight.register_hook(lambda grad: die("in the backward pass"))
@@ -63,6 +65,8 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
             step += 1
             raysgd.report(step=step)
             live.step(step=step)
+            if step == config.get("saves_at"):
+                raysgd.save_checkpoint(live)
     tensors = {**model.state_dict(), **dict(enumerate(state["exp_avg"] for state in optimizer.state.values()))}
     return {"step": step, "tensors": {str(name): tensor.numpy() for name, tensor in tensors.items()}}
 
@@ -128,4 +132,28 @@ def test_run_continues_from_the_memory_of_survivors(
     assert value["step"] == calm["step"]
     for name, tensor in calm["tensors"].items():
         assert np.array_equal(tensor, value["tensors"][name]), f"{name} differs"
+    assert rows_of(tmp_path) == [(epoch, row) for epoch in range(NUM_EPOCHS) for row in range(NUM_ROWS)]
+
+
+def test_smaller_group_continues_from_the_memory_of_survivors(ray_cluster: Any, tmp_path: Path) -> None:
+    """Without a spare an elastic group shrinks: each row counts once, and nothing is read from storage."""
+    folder = tmp_path / "log"
+    folder.mkdir()
+    failure = raysgd.FailureConfig(max_failures=1)
+    with make_trainer(tmp_path / "runs", (2, 3), "torch", failure_config=failure, seed=3) as trainer:
+        config = {"moment": "in the backward pass", "rank": 1, "folder": str(folder)}
+        trainer.run(train, config, dataset=data(), callbacks=quiet())
+        attempts = [(each["world_size"], each["live"]) for each in events_of(trainer, "attempt_start")]
+    assert attempts[:2] == [(3, None), (2, [1, DIES_AT - 1])]
+    assert rows_of(folder) == [(epoch, row) for epoch in range(NUM_EPOCHS) for row in range(NUM_ROWS)]
+
+
+def test_run_continues_from_a_checkpoint_if_no_rank_is_left(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    config = {"moment": "in the backward pass", "rank": None, "folder": str(tmp_path), "saves_at": 4}
+    value = trainer.run(train, config, dataset=data(), callbacks=quiet())
+    second = events_of(trainer, "attempt_start")[1]
+    assert (second["live"], second["memory"]) == (None, 1)
+    warnings = [each["message"] for each in events_of(trainer, "warning")]
+    assert any("no rank is left that held the state of a complete step" in message for message in warnings), warnings
+    assert value["step"] == NUM_EPOCHS * NUM_ROWS // NUM_WORKERS // BATCH
     assert rows_of(tmp_path) == [(epoch, row) for epoch in range(NUM_EPOCHS) for row in range(NUM_ROWS)]

@@ -21,6 +21,7 @@ from raysgd.workers.orders import LiveOrder
 _KIND = "live"
 #: Seconds without a byte from the other worker, after which the copy has failed.
 _SILENCE_S = 30.0
+_CLOSE_S = 1.0
 
 
 class LiveHolder:
@@ -28,12 +29,11 @@ class LiveHolder:
 
     def __init__(self, node_ip: str) -> None:
         self._node_ip = node_ip
-        self._lock = threading.Lock()
         self._run_id = ""
         self._last = (0, 0)  # rank and attempt
         self._marks: tuple[Mark, ...] = ()
         self._kept: KeptState | None = None
-        self._endpoint: Endpoint | None = None
+        self._server: _Server | None = None
 
     @property
     def kept(self) -> KeptState | None:
@@ -52,6 +52,9 @@ class LiveHolder:
     def release(self) -> None:
         """Keep no state any more."""
         self._kept = None
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
     def on_left(self, rank: int, attempt: int, live: LiveState | None) -> None:
         """train_func has left the attempt; the user's objects are released."""
@@ -60,7 +63,7 @@ class LiveHolder:
             return
         self._marks = tuple(live.marks)
         if live.num_steps or live.is_changing:  # otherwise what the attempt started from is the newest state still
-            self._kept = None
+            self.release()
             try:
                 self._kept = live.take()
             except Exception as error:  # a device that failed, or the user's own state_dict()
@@ -79,35 +82,48 @@ class LiveHolder:
         held = None if kept is None else kept.held
         if held is None and not self._marks:
             return None
-        return LiveReport(*self._last, self._marks, held, None if held is None else self._listen())
+        if kept is not None and self._server is None:
+            self._server = _Server(kept, self._node_ip)
+        endpoint = None if self._server is None else self._server.endpoint
+        return LiveReport(*self._last, self._marks, held, endpoint)
 
-    def _listen(self) -> Endpoint:
-        """Return where others can copy the state from."""
-        if self._endpoint is None:
-            opened: list[Endpoint] = []
-            ready = threading.Event()
-            threading.Thread(target=self._serve, args=(opened, ready), name="raysgd-live", daemon=True).start()
-            ready.wait()
-            (self._endpoint,) = opened
-        return self._endpoint
 
-    def _serve(self, opened: list[Endpoint], ready: threading.Event) -> None:
-        async def serve() -> None:
-            try:
-                opened.append(await Listener({_KIND: self._send}).open(self._node_ip))
-            finally:
-                ready.set()
-            await asyncio.Event().wait()
+class _Server:
+    """Sends a state to other workers, from a thread of its own.
 
-        asyncio.run(serve())
+    Attributes:
+        endpoint: Where they connect to.
+    """
+
+    def __init__(self, kept: KeptState, node_ip: str) -> None:
+        self._kept = kept
+        self._loop = asyncio.new_event_loop()
+        self._listener = Listener({_KIND: self._send})
+        self.endpoint = self._loop.run_until_complete(self._listener.open(node_ip))
+        self._thread = threading.Thread(target=self._serve, name="raysgd-live", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and the connections."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._listener.close()
+        sending = asyncio.all_tasks(self._loop)
+        for task in sending:
+            task.cancel()
+        if sending:
+            self._loop.run_until_complete(asyncio.wait(sending))
+        self._loop.close()
 
     async def _send(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send the state to another worker; end the connection early if it is not there, or not what it was."""
-        kept = self._kept
-        if kept is None or list(kept.held.id) != hello["step"]:
+        """Send the state, without its checksums if it has changed meanwhile; nothing if another one is asked for."""
+        if list(self._kept.held.id) != hello["step"]:
             return
         writer.transport.set_write_buffer_limits(high=0)  # a chunk is valid until the next one
-        for chunk in stream_state(kept.state, is_valid=lambda: kept.is_unchanged):
+        for chunk in stream_state(self._kept.state, is_valid=lambda: self._kept.is_unchanged):
             writer.write(chunk)
             await writer.drain()
 
