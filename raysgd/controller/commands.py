@@ -10,8 +10,7 @@ from raysgd.backends.flight_recorder import Collective
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.controller.run_plan import Start
 from raysgd.controller.states import CALLBACK_NODE, Outcome
-from raysgd.session.complete_steps import LiveReport
-from raysgd.session.events import Failed, WorkerEvent
+from raysgd.session.events import Failed, LiveReport, WorkerEvent
 
 # -- inputs -----------------------------------------------------------------------------------------------------------
 

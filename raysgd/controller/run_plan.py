@@ -10,12 +10,12 @@ from raysgd.config import CheckpointConfig, FailureConfig
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.policies.after_failure import Failure
-from raysgd.controller.policies.live import LiveStart
 from raysgd.controller.states import Outcome
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.format.manifest import Manifest
     from raysgd.checkpoint.retention import Record
+    from raysgd.controller.policies.live import LiveStart
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Start:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where the state is, for the record of an attempt: on storage, in the cluster's memory, or in that of survivors."""
+        """The place of the state, for the record of an attempt: storage, the cluster's memory, or that of survivors."""
         memory = None if self.held is None else self.number
         return {
             "checkpoint": self.uri,

@@ -13,16 +13,28 @@ from __future__ import annotations
 import copy
 import operator
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 from raysgd._util.imports import imported
 from raysgd.errors import UsageError
-from raysgd.session.complete_steps import NUM_MARKS, HeldStep, Mark
+from raysgd.session.events import NUM_MARKS, HeldStep, Mark
 
-if TYPE_CHECKING:
-    from raysgd.session.worker import WorkerSession
+
+class Attempt(Protocol):
+    """The part of a `raysgd.session.worker.WorkerSession` that a live state uses."""
+
+    num_reports: int
+    send_mark: Callable[[Mark], None]
+
+    def own_state(self) -> bytes: ...
+
+    def held_step(self, step: int) -> HeldStep: ...
+
+    def on_complete_step(self) -> None: ...
+
+    def check_live(self) -> None: ...
 
 
 #: Steps after which the tensors of the state are the same objects.
@@ -72,12 +84,12 @@ class LiveState:
         objects: What has a ``state_dict()``, by name.
 
     Attributes:
-        is_changing: An optimizer has begun to change the state, and `step` has not been called since.
+        is_changing: An optimizer has begun to change the state, which `step` ends.
         num_steps: Complete steps.
         marks: The newest marks of this rank, oldest first.
     """
 
-    def __init__(self, session: WorkerSession | None, objects: Mapping[str, Any]) -> None:
+    def __init__(self, session: Attempt | None, objects: Mapping[str, Any]) -> None:
         for name, given in objects.items():
             if not hasattr(given, "state_dict"):
                 raise UsageError(
@@ -165,7 +177,7 @@ class LiveState:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _record(self, session: WorkerSession, values: dict[str, Any]) -> None:
+    def _record(self, session: Attempt, values: dict[str, Any]) -> None:
         """Record what belongs to the step that is complete now, except for the tensors that are not copied."""
         step = self.num_steps + 1
         small = session.own_state()
@@ -208,7 +220,7 @@ class LiveState:
             session.check_live()
         self.is_changing = True
 
-    def _mark(self, session: WorkerSession, mark: Mark) -> None:
+    def _mark(self, session: Attempt, mark: Mark) -> None:
         is_same = mark.small == self._small
         self._small = mark.small or b""
         self.marks.append(mark)

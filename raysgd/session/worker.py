@@ -23,10 +23,9 @@ from raysgd.errors import (
 from raysgd.result import DATA_WAIT_FRACTION
 from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
-from raysgd.session.complete_steps import HeldStep, Mark, StepId
 from raysgd.session.context import OUTLIVED
 from raysgd.session.event_queue import EventQueue
-from raysgd.session.events import Saved, StartUnusable
+from raysgd.session.events import HeldStep, Mark, Saved, StartUnusable, StepId
 from raysgd.session.gates import SaveGate, StopGate
 from raysgd.session.generators import GeneratorText
 from raysgd.session.live import LiveState

@@ -18,8 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysgd.session.complete_steps import NUM_MARKS, Mark
-from raysgd.session.events import WorkerEvent
+from raysgd.session.events import NUM_MARKS, Mark, WorkerEvent
 from raysgd.transport import Endpoint, connect, pack, read_message
 
 #: Seconds to connect, and to wait for an acknowledgement, before Ray's stream is used.

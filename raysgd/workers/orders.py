@@ -11,7 +11,7 @@ from raysgd.backends.flight_recorder import Collective
 from raysgd.config import CheckpointConfig
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.result import RunInfo
-from raysgd.session.complete_steps import HeldStep, LiveReport
+from raysgd.session.events import HeldStep, LiveReport
 from raysgd.transport import Endpoint
 from raysgd.workers.events_connection import InboxAddress
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from raysgd.controller.policies.live import LiveStart, choose_step
-from raysgd.session.complete_steps import NUM_MARKS, HeldStep, LiveReport, Mark, StepId
+from raysgd.session.events import NUM_MARKS, HeldStep, LiveReport, Mark, StepId
 
 NUM_SCHEDULES = 2 * int(os.environ.get("RAYSGD_SCHEDULES", 1000))
 NUM_STEPS = 9

@@ -13,8 +13,8 @@ import torch
 import raysgd
 from raysgd.errors import AttemptEnded, UsageError
 from raysgd.session.base import Identity
-from raysgd.session.complete_steps import Mark
 from raysgd.session.event_queue import EventQueue
+from raysgd.session.events import Mark
 from raysgd.session.live import LiveState
 from raysgd.session.worker import WorkerSession
 from support.sessions import FakeLink, FakeWriter

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.retention import RetentionPolicy
@@ -18,10 +18,11 @@ from raysgd.controller import frames
 from raysgd.controller.checkpoints.index import CheckpointIndex
 from raysgd.controller.checkpoints.pending import PendingCheckpoints
 from raysgd.controller.frames import Closing
-from raysgd.controller.policies.live import LiveStart, choose_step
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
-from raysgd.session.complete_steps import LiveReport, Mark, StepId
-from raysgd.session.events import HoldFailed, Marked, PartFailed, PartHeld, PartSafe, Saved
+from raysgd.session.events import HoldFailed, LiveReport, Mark, Marked, PartFailed, PartHeld, PartSafe, Saved, StepId
+
+if TYPE_CHECKING:
+    from raysgd.controller.policies.live import LiveStart
 
 Emit = Callable[[c.Command], None]
 NO_REPORTS: Mapping[int, LiveReport] = MappingProxyType({})
@@ -211,6 +212,8 @@ class CheckpointCoordinator:
         """
         if not reports and not self._marks:
             return None
+        from raysgd.controller.policies.live import choose_step  # most runs need no live state
+
         usable = {
             rank: replace(report, held=None) if report.held and report.held.id in self._unusable_steps else report
             for rank, report in reports.items()
@@ -237,12 +240,12 @@ class CheckpointCoordinator:
         """
         start = self._find_start()
         found = self.find_live(live, world_size)
-        if isinstance(found, LiveStart):
-            iteration = max(start.iteration, found.held.iteration)
-            start = Start(None, iteration, found.held.time_total_s, self._last_number, live=found)
-        elif found is not None:
+        if isinstance(found, str):
             where = f"checkpoint {start.number}" if start.is_checkpoint else "the beginning"
             self._emit(c.warning(f"training continues from {where}, not from a live state: {found}"))
+        elif found is not None:
+            iteration = max(start.iteration, found.held.iteration)
+            start = Start(None, iteration, found.held.time_total_s, self._last_number, live=found)
         self._marks.clear()
         # A checkpoint in memory may be written to storage later: its number is taken.
         self._last_number = max(self._last_number, start.number)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.session.complete_steps import HeldStep, LiveReport, Mark
+from raysgd.session.events import HeldStep, LiveReport, Mark
 from raysgd.transport import Endpoint
 from raysgd.workers.orders import LiveOrder
 

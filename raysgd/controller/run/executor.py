@@ -22,7 +22,6 @@ from raysgd.controller.checkpoints.index import CheckpointReads
 from raysgd.controller.checkpoints.memory_copies import MemoryCheckpoints
 from raysgd.controller.journal.frame_log import FrameLog, stream_interval_s
 from raysgd.controller.journal.outcome import outcome_data
-from raysgd.controller.policies.live import LiveStart
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.rounds import AwaitedMetrics
 from raysgd.controller.run.barriers import Barriers
@@ -401,7 +400,8 @@ class Run:
         await self._group.check_storage(self._files.storage)
         self._rendezvous = await self._group.open_rendezvous()
         checkpoints = self._machine.checkpoints
-        if isinstance(checkpoints.find_live(self._group.live_reports, self._group.size), LiveStart):
+        live = checkpoints.find_live(self._group.live_reports, self._group.size)
+        if live is not None and not isinstance(live, str):  # the checkpoints in memory are not needed
             return
         while (held := checkpoints.newest_in_memory) and not await self._held.is_reachable(
             held, is_unstored=checkpoints.has_unstored

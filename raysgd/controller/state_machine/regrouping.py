@@ -8,13 +8,15 @@ continued from the memory of survivors.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from raysgd.controller import commands as c
 from raysgd.controller.policies.after_failure import Failure
 from raysgd.controller.policies.growth import ScalingPolicy
-from raysgd.controller.policies.live import LiveStart
 from raysgd.controller.states import Running
+
+if TYPE_CHECKING:
+    from raysgd.controller.policies.live import LiveStart
 
 Emit = Callable[[c.Command], None]
 #: Why a group forms again without a failure: it grows, is preempted or pauses, or the checkpoint it started from is damaged.

@@ -20,8 +20,7 @@ from raysgd._util.logs import get_logger
 from raysgd.backends.base import BackendConfig, Member
 from raysgd.config import FailureConfig, ScalingConfig
 from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
-from raysgd.session.complete_steps import LiveReport
-from raysgd.session.events import WorkerEvent
+from raysgd.session.events import LiveReport, WorkerEvent
 from raysgd.workers.group.agreement import RankAgreement
 from raysgd.workers.group.checkpoint_memory import ClusterMemory
 from raysgd.workers.group.event_streams import WorkerDied, WorkerStreams
@@ -151,7 +150,7 @@ class WorkerGroup:
 
     @property
     def live_reports(self) -> dict[int, LiveReport]:
-        """What the processes have of the run's live state, by rank."""
+        """The answers of the processes about the run's live state, by rank."""
         found = {rank: worker.live for rank, worker in enumerate(self._members) if worker is not None}
         return {rank: report for rank, report in found.items() if report is not None}
 

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raysgd.backends.base import BackendConfig, Coordinator, Member
 from raysgd.config import ScalingConfig
 from raysgd.errors import WorkerError
-from raysgd.session.complete_steps import LiveReport
+from raysgd.session.events import LiveReport
 from raysgd.workers.liveness.own_processes import ProcessWatch
 from raysgd.workers.liveness.watched import Watched, watched_actor
 from raysgd.workers.orders import WorkerInfo

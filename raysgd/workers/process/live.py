@@ -12,7 +12,7 @@ from raysgd._util.logs import get_logger
 from raysgd.checkpoint.streaming import read_state, stream_state
 from raysgd.errors import CheckpointError, CheckpointNotFoundError, UsageError
 from raysgd.session import rank_state
-from raysgd.session.complete_steps import HeldStep, LiveReport, Mark
+from raysgd.session.events import HeldStep, LiveReport, Mark
 from raysgd.session.live import KeptState, LiveState
 from raysgd.transport import Endpoint, Listener, connect
 from raysgd.workers.orders import LiveOrder
