@@ -152,7 +152,7 @@ def test_run_continues_from_a_checkpoint_if_no_rank_is_left(trainer: raysgd.Trai
     config = {"moment": "in the backward pass", "rank": None, "folder": str(tmp_path), "saves_at": 4}
     value = trainer.run(train, config, dataset=data(), callbacks=quiet())
     second = events_of(trainer, "attempt_start")[1]
-    assert (second["live"], second["memory"]) == (None, 1)
+    assert (second["live"], second["iterations_before"]) == (None, 4)
     warnings = [each["message"] for each in events_of(trainer, "warning")]
     assert any("no rank is left that held the state of a complete step" in message for message in warnings), warnings
     assert value["step"] == NUM_EPOCHS * NUM_ROWS // NUM_WORKERS // BATCH

@@ -88,7 +88,7 @@ def choose_step(
     step = newest.id.step if newest.id.attempt == attempt else 0
     if (first := max(furthest.values(), default=0)) > step + 1:
         return f"a rank had completed step {first}, and those that are left hold step {step}"
-    if late := [rank for rank in range(old_size) if furthest.get(rank, 0) < step - 1]:
+    if late := [rank for rank, last in sorted(furthest.items()) if last < step - 1]:
         return f"ranks {late} had completed less than step {step - 1} when others completed step {step}"
     small: dict[int, bytes] = {}
     if new_size == old_size:

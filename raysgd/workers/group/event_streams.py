@@ -17,7 +17,7 @@ from raysgd.workers.orders import AttemptOrder, Blob
 #: Items that a worker's Ray stream may be ahead of the controller before the worker waits.
 _STREAM_AHEAD = 64
 #: Seconds to read what the connection of a dead worker still holds.
-_DRAIN_S = 0.2
+_DRAIN_S = 1.0
 
 #: Returns why a worker died, given Ray's error.
 ExplainDeath = Callable[[BaseException], Awaitable[str]]
