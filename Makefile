@@ -81,7 +81,7 @@ alone: $(HOROVOD)  ## The tests that measure time: nothing else may run on the m
 	@$(BIN)/python -m pytest -q -m alone tests/integration $(ARGS)
 
 schedules: $(TEST)  ## Ten thousand schedules of a run, without processes (a minute)
-	@RAYSGD_SCHEDULES=10000 $(BIN)/python -m pytest -q -n $(JOBS) tests/unit/test_controller_fuzz.py $(ARGS)
+	@RAYSGD_SCHEDULES=10000 $(BIN)/python -m pytest -q -n $(JOBS) tests/unit/test_controller_fuzz.py tests/unit/test_controller_live_policy.py $(ARGS)
 
 # With another seed each night.
 loops: $(TEST)  ## Two thousand loops of users with the engine, against the plain loop (10 minutes)

@@ -51,8 +51,8 @@ class Event:
 
     Attributes:
         kind: ``run_start``, ``attempt_start``, ``worker_up``, ``entered``, ``left``, ``resize``, ``preemption``, ``regroup``,
-            ``paused``, ``resumed``, ``controller_restart``, ``checkpoint``, ``checkpoint_deleted``, ``failure``, ``hang``,
-            ``mismatch``, ``straggler``, ``warning``, ``sample``, ``stop``, ``cancel``, ``run_end``.
+            ``paused``, ``resumed``, ``controller_restart``, ``checkpoint``, ``checkpoint_deleted``, ``failure``, ``continued``,
+            ``hang``, ``mismatch``, ``straggler``, ``warning``, ``sample``, ``stop``, ``cancel``, ``run_end``.
         timestamp: Seconds since the epoch.
         data: Details that JSON can hold.
     """

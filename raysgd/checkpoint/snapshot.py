@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -56,26 +57,19 @@ def take_snapshot(
         CheckpointError: The state contains itself, nests too deeply, or holds a tensor that cannot be saved; or the pool
             was closed.
     """
-    leaves = LeafList()
-    node = Encoder(leaves.add, allow_pickle=allow_pickle, shards=shards).encode_state(state)
-    tree, num_state_bytes = encode_tree(node, shards.table if shards is not None else {})
-    # Wide elements first: the format allows no gaps, and this way each tensor is still aligned to its item size.
-    placed = sorted(leaves.named.items(), key=lambda item: -item[1].item_bytes)
-    header = b""
-    if placed:
-        specs = ((name, leaf.dtype, leaf.shape, leaf.num_bytes) for name, leaf in placed)
-        header = encode_header(specs, {"format": "pt"})
-    num_tensor_bytes = len(header) + sum(leaf.num_bytes for _, leaf in placed)
-    devices = (leaf.device for _, leaf in placed if leaf.device is not None)
+    laid_out = lay_out(state, allow_pickle=allow_pickle, shards=shards)
+    header, leaves, tree = laid_out.header, laid_out.leaves, laid_out.tree
+    num_tensor_bytes = laid_out.num_tensor_bytes
+    devices = (leaf.device for leaf in leaves if leaf.device is not None)
     gpu = next((device for device in devices if device.type == "cuda"), None)
     buffer = pool.acquire(num_tensor_bytes + len(tree) + FOOTER_BYTES, gpu=gpu)
     try:
-        _fill(buffer.view, header, [leaf for _, leaf in placed], tree)
+        _fill(buffer.view, header, leaves, tree)
         write_footer(buffer.view, num_tensor_bytes, len(tree))
         unsharded = None
         if shards is not None and shards.table:
-            unsharded = _unsharded_ranges(placed, shards.names, len(header))
-            unsharded.append((num_tensor_bytes, num_tensor_bytes + num_state_bytes))
+            unsharded = _unsharded_ranges(laid_out, shards.names)
+            unsharded.append((num_tensor_bytes, num_tensor_bytes + laid_out.num_state_bytes))
         return Snapshot(pool, buffer, unsharded)
     except BaseException:  # also AttemptEnded: a lost buffer would block the saves of the next attempt
         pool.release(buffer)
@@ -137,10 +131,43 @@ class Snapshot:
             self._pool.release(buffer)
 
 
-def _unsharded_ranges(placed: list[tuple[str, Leaf]], shards: Collection[str], begin: int) -> list[tuple[int, int]]:
-    """Return the byte ranges of the leaves that are not shards; the first leaf begins at ``begin``."""
-    ranges = []
-    for name, leaf in placed:
+@dataclass(frozen=True)
+class LaidOut:
+    """A state as one part: where everything is, before anything is copied.
+
+    Attributes:
+        tree: The content of the tree file; the state takes its first ``num_state_bytes``.
+        header: The beginning of the tensors file, which the leaves follow.
+        names: The names of the leaves.
+    """
+
+    tree: bytes
+    num_state_bytes: int
+    header: bytes
+    names: Sequence[str]
+    leaves: Sequence[Leaf]
+
+    @property
+    def num_tensor_bytes(self) -> int:
+        return len(self.header) + sum(leaf.num_bytes for leaf in self.leaves)
+
+
+def lay_out(state: Any, *, allow_pickle: bool = False, shards: ShardWriter | None = None) -> LaidOut:
+    """Lay out a state; arguments and errors as for `take_snapshot`."""
+    found = LeafList()
+    node = Encoder(found.add, allow_pickle=allow_pickle, shards=shards).encode_state(state)
+    tree, num_state_bytes = encode_tree(node, shards.table if shards is not None else {})
+    # Wide elements first: the format allows no gaps, and this way each tensor is still aligned to its item size.
+    placed = dict(sorted(found.named.items(), key=lambda item: -item[1].item_bytes))
+    specs = ((name, leaf.dtype, leaf.shape, leaf.num_bytes) for name, leaf in placed.items())
+    header = encode_header(specs, {"format": "pt"}) if placed else b""
+    return LaidOut(tree, num_state_bytes, header, list(placed), list(placed.values()))
+
+
+def _unsharded_ranges(laid_out: LaidOut, shards: Collection[str]) -> list[tuple[int, int]]:
+    """Return the byte ranges of the leaves that are not shards."""
+    ranges, begin = [], len(laid_out.header)
+    for name, leaf in zip(laid_out.names, laid_out.leaves, strict=True):
         if name not in shards:
             ranges.append((begin, begin + leaf.num_bytes))
         begin += leaf.num_bytes

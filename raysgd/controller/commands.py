@@ -10,7 +10,7 @@ from raysgd.backends.flight_recorder import Collective
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.controller.run_plan import Start
 from raysgd.controller.states import CALLBACK_NODE, Outcome
-from raysgd.session.events import Failed, WorkerEvent
+from raysgd.session.events import Failed, LiveReport, WorkerEvent
 
 # -- inputs -----------------------------------------------------------------------------------------------------------
 
@@ -31,10 +31,12 @@ class GroupReady(Input):
     Attributes:
         nodes: The node of each rank.
         num_joining: Further worker processes that are ready and could join an elastic group.
+        live: What the processes have of the run's live state, by rank.
     """
 
     nodes: tuple[str, ...]
     num_joining: int = 0
+    live: Mapping[int, LiveReport] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class GroupInstances:
                 raise WorkerError(
                     "the Trainer's controller process died, and the instances with it; call start() again."
                 )
-            await self._group.get_ready(is_run=False)
+            await self._group.get_ready()
         elif any(self._group.info(rank) is None for rank in range(self._group.size)):
             raise UsageError("an instance was lost with its worker; call start(...) to make new ones on all workers")
         with self._group.watching():

@@ -15,6 +15,7 @@ from raysgd.controller.states import Outcome
 if TYPE_CHECKING:
     from raysgd.checkpoint.format.manifest import Manifest
     from raysgd.checkpoint.retention import Record
+    from raysgd.controller.policies.live import LiveStart
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Start:
     Attributes:
         uri: The checkpoint on storage.
         held: The manifest of the checkpoint in the cluster's memory, which is preferred to the one on storage.
+        live: The complete step that survivors hold, which is preferred to both.
         skipped: A line for each newer checkpoint of an earlier run that is damaged.
     """
 
@@ -32,11 +34,22 @@ class Start:
     time_total_s: float = 0.0
     number: int = 0
     held: Manifest | None = None
+    live: LiveStart | None = None
     skipped: tuple[str, ...] = ()
 
     @property
     def is_checkpoint(self) -> bool:
-        return self.uri is not None or self.held is not None
+        return self.uri is not None or self.held is not None or self.live is not None
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The place of the state, for the record of an attempt: storage, the cluster's memory, or that of survivors."""
+        memory = None if self.held is None else self.number
+        return {
+            "checkpoint": self.uri,
+            "memory": memory,
+            "live": None if self.live is None else list(self.live.held.id),
+        }
 
 
 #: Distance between the last frame number in the journal and the first one after a restart. A reader may have received frames

@@ -277,7 +277,7 @@ class TrainerActor(Watched):
     async def start_class(self, blob: Blob, has_class: bool) -> None:
         """Start the workers; with a class, form a group and make its instances."""
         async with self._turn:
-            await self._group.get_ready(is_run=False)
+            await self._group.get_ready()
             if has_class:
                 await self._instances.make(blob)
 

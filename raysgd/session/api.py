@@ -20,6 +20,7 @@ from raysgd.session.local import LocalSession
 if TYPE_CHECKING:
     from raysgd.checkpoint.checkpoint import Checkpoint
     from raysgd.data.dataset import WorkerDataset
+    from raysgd.session.live import LiveState
 
 
 def report(metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
@@ -85,9 +86,7 @@ def save_checkpoint(
             batches ahead, of which it is not known which it has used.
         SessionError: The attempt is over.
     """
-    for reference in context.current().save_checks:
-        if (check := reference()) is not None:
-            check()
+    context.current().check_savable()
     context.acting().save_checkpoint(
         state, files=files, metrics=metrics, all_ranks=all_ranks, allow_pickle=allow_pickle
     )
@@ -116,6 +115,32 @@ def load_checkpoint(path: str | os.PathLike[str] | None = None, *, allow_pickle:
         CheckpointError: It was saved in the middle of a dataset that now has another number of rows.
     """
     return context.acting().load_checkpoint(path, allow_pickle=allow_pickle)
+
+
+def live_state(**objects: Any) -> LiveState:
+    """Let training continue after a death from the state that the surviving ranks hold in memory, one step back at most.
+
+        live = raysgd.live_state(model=model, optimizer=optimizer, scheduler=scheduler)
+        if (state := raysgd.load_checkpoint()) is not None:
+            live.load_state_dict(state)
+        for batch in batches:
+            ...
+            optimizer.step()
+            live.step()
+
+    Nothing is copied but buffers and small values. Every rank holds the whole state, equal on all ranks after each step, as with
+    `raysgd.torch.prepare_model`. After a death ``load_checkpoint()`` returns the state after the newest complete step: a
+    survivor's own tensors, which a new rank gets from it over the network. If no rank is left that has it, the newest checkpoint
+    is used, as without this function.
+
+    Args:
+        **objects: What has a ``state_dict()``: models, optimizers, schedulers.
+
+    Raises:
+        UsageError: It was called before, or with something that has no ``state_dict()``.
+        SessionError: The attempt is over.
+    """
+    return context.acting().live_state(objects)
 
 
 def list_checkpoints() -> list[Checkpoint]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raysgd.checkpoint.checkpoint import Checkpoint
     from raysgd.data.dataset import WorkerDataset, WorkerDatasets
     from raysgd.data.order.handed_out import Passes
+    from raysgd.session.live import LiveState
 
 
 @dataclass(frozen=True)
@@ -173,15 +174,26 @@ class Session(ABC):
     @abstractmethod
     def load_checkpoint(self, path: Any, *, allow_pickle: bool) -> Any: ...
 
+    def live_state(self, objects: Mapping[str, Any]) -> LiveState:
+        from raysgd.session.live import LiveState
+
+        return LiveState(None, objects)
+
+    def check_savable(self) -> None:
+        """Raise if a state that is saved now would lack something."""
+        for reference in self.save_checks:
+            if (check := reference()) is not None:
+                check()
+
     @abstractmethod
     def list_checkpoints(self) -> list[Checkpoint]: ...
 
     def get_dataset(self, name: str | None) -> WorkerDataset:
-        self._check_live()
+        self.check_live()
         return self._datasets.get(name)
 
     def get_datasets(self) -> dict[str, WorkerDataset] | tuple[Any, ...]:
-        self._check_live()
+        self.check_live()
         return self._datasets.all()
 
     def end_epochs(self, *, only_finished: bool) -> None:
@@ -231,9 +243,9 @@ class Session(ABC):
 
     def _read_context(self) -> AbstractContextManager[None]:
         """Called before each batch of a dataset; the batch is read inside the returned context."""
-        self._check_live()
+        self.check_live()
         self.progress.mark("batch")
         return self.progress.data
 
-    def _check_live(self) -> None:  # noqa: B027  (most sessions never end)
+    def check_live(self) -> None:  # noqa: B027  (most sessions never end)
         """Raise if the session is over."""

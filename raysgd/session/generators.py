@@ -7,6 +7,7 @@ the training thread.
 from __future__ import annotations
 
 import base64
+import json
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -55,15 +56,40 @@ def write(states: States) -> None:
 
 def to_json(states: States) -> dict[str, Any]:
     """Return what `read` returned as JSON-able values."""
-    version, internal, gauss = states["python"]
-    plain: dict[str, Any] = {"python": [version, list(internal), gauss]}
-    if "numpy" in states:
-        name, keys, position, has_gauss, cached = states["numpy"]
-        plain["numpy"] = [name, _encode(keys.tobytes()), int(position), int(has_gauss), float(cached)]
-    for name in ("torch", "torch_cuda"):
-        if name in states:
-            plain[name] = _encode(states[name].numpy().tobytes())
-    return plain
+    return {name: _to_json(name, state) for name, state in states.items()}
+
+
+def _to_json(name: str, state: Any) -> Any:
+    if name == "python":
+        version, internal, gauss = state
+        return [version, list(internal), gauss]
+    if name == "numpy":
+        kind, keys, position, has_gauss, cached = state
+        return [kind, _encode(keys.tobytes()), int(position), int(has_gauss), float(cached)]
+    return _encode(state.numpy().tobytes())
+
+
+class GeneratorText:
+    """Returns the states of the loaded generators as JSON. Those that have not changed are not encoded again."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, str]] = {}
+
+    def read(self) -> str:
+        """Return what `to_json` returns of the states now, as text."""
+        for name, state in read().items():
+            known = self._known.get(name)
+            if known is None or not _is_same(name, known[0], state):
+                self._known[name] = state, json.dumps(_to_json(name, state))
+        return "{" + ",".join(f'"{name}":{text}' for name, (_, text) in self._known.items()) + "}"
+
+
+def _is_same(name: str, one: Any, other: Any) -> bool:
+    if name == "python":
+        return bool(one == other)
+    if name == "numpy":
+        return bool(one[2:] == other[2:] and (one[1] == other[1]).all())
+    return bool(one.equal(other))
 
 
 def from_json(plain: Mapping[str, Any]) -> States:

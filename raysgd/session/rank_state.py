@@ -5,6 +5,7 @@ With logical workers the generators of each of them belong to it too; see `raysg
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -96,6 +97,29 @@ def restore(state: Mapping[str, Any], datasets: Datasets, logical: LogicalWorker
 def positions_in(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the data positions in a rank's state on which all ranks agree."""
     return dict(state.get(_DATA, {}))
+
+
+def capture_own(generator_text: str, datasets: Datasets) -> bytes:
+    """Return what `capture` returns without the positions on which all ranks agree, as JSON.
+
+    Args:
+        generator_text: From `raysgd.session.generators.GeneratorText`.
+        datasets: The datasets of this rank.
+    """
+    own = datasets.own_positions()
+    positions = f',"{_OWN_DATA}":{json.dumps(own)}' if own else ""
+    return f'{{"{_GENERATORS}":{generator_text}{positions}}}'.encode()
+
+
+def after_step(small: bytes | None, positions: Mapping[str, Any]) -> RankState:
+    """Return the state with which a rank resumes after a complete step.
+
+    Args:
+        small: What `capture_own` returned; None: another number of ranks resumes.
+        positions: The shared positions.
+    """
+    own: RankState = {} if small is None else json.loads(small)
+    return own | ({_DATA: dict(positions)} if positions else {})
 
 
 def shared_states(states: Mapping[int, Mapping[str, Any]]) -> dict[int, RankState]:

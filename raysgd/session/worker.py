@@ -18,14 +18,17 @@ from raysgd.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     SessionError,
+    UsageError,
 )
 from raysgd.result import DATA_WAIT_FRACTION
 from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
 from raysgd.session.context import OUTLIVED
 from raysgd.session.event_queue import EventQueue
-from raysgd.session.events import Saved, StartUnusable
+from raysgd.session.events import HeldStep, Mark, Saved, StartUnusable, StepId
 from raysgd.session.gates import SaveGate, StopGate
+from raysgd.session.generators import GeneratorText
+from raysgd.session.live import LiveState
 from raysgd.session.metrics import copy_metrics
 from raysgd.session.saving import CheckpointWriter
 
@@ -81,6 +84,7 @@ class WorkerSession(Session):
         stop_gate: Where this rank finds the stop that all ranks agreed on.
         save_gate: Where it waits for the save that all ranks leave after.
         expects_save: train_func has asked for a checkpoint to continue from, so it probably saves some.
+        live: What ``live_state`` has returned, if it was called.
     """
 
     in_worker = True
@@ -104,8 +108,14 @@ class WorkerSession(Session):
         iterations_before: int = 0,
         logical_workers: int | None = None,
         gather: Callable[[bytes], list[bytes] | None] = lambda payload: None,
+        send_mark: Callable[[Mark], None] = lambda mark: None,
+        release_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.iterations_before = iterations_before
+        self.live: LiveState | None = None
+        self.send_mark = send_mark
+        self._release_start = release_start
+        self._generator_text = GeneratorText()
         self.expects_save = False
         super().__init__(
             identity,
@@ -142,7 +152,7 @@ class WorkerSession(Session):
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         if self._ended is not None or self._is_closed or self._event_queue.unreadable is not None:
-            self._check_live()
+            self.check_live()
         if self.logical is not None:
             self.logical.check_outside("report()")
         if self.stop_gate.is_closed_for_reports and not self.stop_gate.takes_report(self.num_reports):
@@ -165,14 +175,14 @@ class WorkerSession(Session):
     def save_checkpoint(
         self, state: Any, *, files: bool, metrics: Mapping[str, Any] | None, all_ranks: bool, allow_pickle: bool
     ) -> None:
-        self._check_live()
+        self.check_live()
         if self.logical is not None:
             self.logical.check_outside("save_checkpoint()")
         self.progress.mark("save_checkpoint")
         self._unscored = None  # no report came since the previous save: that one belongs to no round
         self._leave_after_last_save()
         self.save_gate.begin()
-        self._check_live()
+        self.check_live()
         call, self._num_saves = self._num_saves, self._num_saves + 1
         if call == 0:
             self._saves_first = self.num_reports == 0
@@ -210,7 +220,7 @@ class WorkerSession(Session):
         self._leave_after_last_save()
 
     def load_checkpoint(self, path: Any, *, allow_pickle: bool) -> Any:
-        self._check_live()
+        self.check_live()
         self.expects_save = self.expects_save or path is None
         if path is not None:
             folder = Storage.from_uri(Checkpoint.from_path(path).path or "")
@@ -231,11 +241,20 @@ class WorkerSession(Session):
         rank_state.restore(small, self._datasets, self.logical)
         return state
 
+    def live_state(self, objects: Mapping[str, Any]) -> LiveState:
+        self.check_live()
+        if self.live is not None:
+            raise UsageError("live_state() was called before in this attempt: give all parts of the state to one call.")
+        if self.logical is not None:
+            raise UsageError("live_state() does not work with Trainer(logical_workers=...): use save_checkpoint().")
+        self.live = LiveState(self, objects)
+        return self.live
+
     def list_checkpoints(self) -> list[Checkpoint]:
-        self._check_live()
+        self.check_live()
         index, self._num_lists = self._num_lists, self._num_lists + 1
         listed = self._link.list_checkpoints(index, self._num_saves)
-        self._check_live()  # an attempt that has ended gets no answer
+        self.check_live()  # an attempt that has ended gets no answer
         return listed
 
     def should_stop(self) -> bool:
@@ -248,7 +267,7 @@ class WorkerSession(Session):
             AttemptEnded: A rank has died.
         """
         if self.world_size > 1:
-            self._check_live()
+            self.check_live()
             self._link.join_barrier("enter", 0, None)
 
     def barrier(self) -> None:
@@ -267,13 +286,13 @@ class WorkerSession(Session):
         """Wait for a piece that the driver gives to the run; every rank may take each, and again after a failure."""
         with self.progress.waiting:
             while True:
-                self._check_live()
+                self.check_live()
                 self.progress.mark("take")
                 if (found := self._link.take(number)) is not None:
                     return found
 
     def gather(self, obj: Any) -> list[Any]:
-        self._check_live()
+        self.check_live()
         payload = self._codec.dumps(obj)
         self.progress.mark("gather")
         if self.world_size == 1:
@@ -285,6 +304,33 @@ class WorkerSession(Session):
             assert answer is not None
             by_group = [each for _, each in sorted(pickle.loads(answer).items())]
         return [self._codec.loads(each) for each in by_group]
+
+    # -- what a `LiveState` calls -----------------------------------------------------------------------------
+
+    def own_state(self) -> bytes:
+        """Return the small state that belongs to this rank alone: all but the positions that the ranks share."""
+        return rank_state.capture_own(self._generator_text.read(), self._datasets)
+
+    def held_step(self, step: int) -> HeldStep:
+        """Return the record of a step that is complete now."""
+        self.check_savable()
+        return HeldStep(
+            StepId(self.attempt, step),
+            self.iterations_before + self.num_reports,
+            time.monotonic() - self._clock_zero,
+            self._num_saves,
+            self._datasets.positions(),
+        )
+
+    def on_complete_step(self) -> None:
+        """A step is complete: no rank needs the state any more that this attempt started from.
+
+        Raises:
+            AttemptEnded: The attempt is over.
+        """
+        self._release_start()
+        self.progress.mark("live_state")
+        self.check_live()
 
     # -- what the worker calls, from other threads ------------------------------------------------------------
 
@@ -333,9 +379,10 @@ class WorkerSession(Session):
         self._event_queue.put(limit, urgent=True)
         with self.progress.waiting:
             self.save_gate.wait(lambda: self.progress.mark("save_checkpoint"))
-        self._check_live()
+        self.check_live()
 
-    def _check_live(self) -> None:
+    def check_live(self) -> None:
+        """Raise `AttemptEnded` if the attempt is over."""
         if self._ended is not None:
             raise AttemptEnded(*self._ended.args)
         if self._event_queue.unreadable is not None:
@@ -349,11 +396,11 @@ class WorkerSession(Session):
     def _newest(self) -> Any:
         index, self._num_loads = self._num_loads, self._num_loads + 1
         newest = self._link.newest_checkpoint(index, self._num_saves)
-        self._check_live()  # an attempt that has ended gets no answer
+        self.check_live()  # an attempt that has ended gets no answer
         return newest
 
     def _join_barrier(self, what: str, payload: bytes | None) -> bytes | None:
-        self._check_live()
+        self.check_live()
         self.progress.mark(what)
         index = self._barriers.get(what, 0)
         self._barriers[what] = index + 1

@@ -15,10 +15,10 @@ import struct
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from raysgd.session.events import WorkerEvent
+from raysgd.session.events import NUM_MARKS, Mark, WorkerEvent
 from raysgd.transport import Endpoint, connect, pack, read_message
 
 #: Seconds to connect, and to wait for an acknowledgement, before Ray's stream is used.
@@ -161,15 +161,47 @@ class EventSender:
         return batches
 
 
+class MarkSender:
+    """Sends the marks of a rank at once, over a connection of their own. For train_func's thread.
+
+    What was sent outlives the process.
+    Without a connection no marks are sent, and the next attempt starts from a checkpoint if this process dies.
+    """
+
+    def __init__(self, inbox: InboxAddress | None) -> None:
+        self._inbox = inbox
+        self._connection: socket.socket | None = None
+
+    def send(self, mark: Mark) -> None:
+        if self._inbox is None:
+            return
+        try:
+            if self._connection is None:
+                hello = {"kind": KIND, "key": self._inbox.key}
+                self._connection = connect(self._inbox.endpoint, hello, CONNECT_TIMEOUT_S)
+                self._connection.settimeout(ACK_TIMEOUT_S)
+            self._connection.sendall(pack(mark))
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        """Send no more marks."""
+        self._inbox = None
+        if self._connection is not None:
+            self._connection.close()
+
+
 class Inbox:
     """The controller's end of one worker's events: batches in order, each once, over the connection or through Ray.
 
     Attributes:
         items: The events of each batch, and other items.
+        marks: The last marks, oldest first.
     """
 
     def __init__(self) -> None:
         self.items: asyncio.Queue[Any] = asyncio.Queue()
+        self.marks: deque[Mark] = deque(maxlen=NUM_MARKS)
         self._next_number = 0
         self._connections: set[asyncio.StreamWriter] = set()
         self._idle = asyncio.Event()
@@ -180,6 +212,10 @@ class Inbox:
         if batch.number == self._next_number:
             self._next_number += 1
             self.items.put_nowait(batch.events)
+
+    def put_mark(self, mark: Mark) -> None:
+        """Add a mark."""
+        self.marks.append(mark if mark.small is not None else replace(mark, small=self.marks[-1].small))
 
     async def wait_drained(self, timeout_s: float) -> None:
         """Wait until everything that a dead worker's connections still hold is in the queue."""
@@ -193,7 +229,9 @@ class Inbox:
         try:
             while True:
                 batch = await read_message(reader)
-                if batch is None:
+                if isinstance(batch, Mark):
+                    self.put_mark(batch)
+                elif batch is None:
                     writer.write(_ACK.pack(self._next_number))
                 else:
                     self.put(batch)

@@ -11,6 +11,8 @@ from raysgd.backends.flight_recorder import Collective
 from raysgd.config import CheckpointConfig
 from raysgd.data.plan import NO_DATASETS, DatasetPlan
 from raysgd.result import RunInfo
+from raysgd.session.events import HeldStep, LiveReport
+from raysgd.transport import Endpoint
 from raysgd.workers.events_connection import InboxAddress
 
 if TYPE_CHECKING:
@@ -75,12 +77,28 @@ class HeldCheckpoint:
 
 
 @dataclass(frozen=True)
+class LiveOrder:
+    """A complete step whose state is in the memory of workers.
+
+    Attributes:
+        held: The step.
+        small: The small state of this rank after it, as JSON; None: another number of ranks made the step.
+        endpoint: Where to copy the state from; None: it is in this worker's memory.
+    """
+
+    held: HeldStep
+    small: bytes | None
+    endpoint: Endpoint | None
+
+
+@dataclass(frozen=True)
 class AttemptOrder:
     """The order for one worker in one attempt.
 
     Attributes:
         checkpoint: URI of the folder of the checkpoint to start from; None: the run's initial state, if it has one.
         held: The checkpoint to start from if it is in memory; it has precedence over ``checkpoint``.
+        live: The complete step to start from, if survivors hold one; it has precedence over both.
         previous_size: The world size of the previous attempt; None in the first one.
         first_number: The number of the checkpoint that the attempt's first ``save_checkpoint`` creates.
         iterations_before: The number of rounds before this attempt.
@@ -97,6 +115,7 @@ class AttemptOrder:
     time_before_s: float
     flush_interval_s: float
     held: HeldCheckpoint | None = None
+    live: LiveOrder | None = None
     previous_size: int | None = None
     inbox: InboxAddress | None = None
 
@@ -156,6 +175,7 @@ class PrepareOrder:
             is reset for them.
         keeps_group: This process is in a group that the next attempt uses again; it must not leave it.
         rendezvous_ip: The address at which this process opens the rendezvous; empty: it opens none.
+        run_id: The run that follows, of which this process may have a live state.
     """
 
     visible_gpus: tuple[GpuId, ...] = ()
@@ -164,6 +184,7 @@ class PrepareOrder:
     is_run: bool = True
     keeps_group: bool = False
     rendezvous_ip: str = ""
+    run_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -173,7 +194,9 @@ class Prepared:
     Attributes:
         stale: Why this process must be replaced, or None.
         rendezvous: What `Backend.open_rendezvous` returned, if the order was to open the rendezvous.
+        live: What the process has of the run's live state, if it has anything.
     """
 
     stale: str | None = None
     rendezvous: str | None = None
+    live: LiveReport | None = None

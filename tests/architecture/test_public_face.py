@@ -21,8 +21,8 @@ PUBLIC = {
         JaxConfig NoneConfig PreTrainer Result ResultStream RunConfig RunInfo RunStatus SavedArray Stop TemplateSettings
         TensorflowConfig
         TorchConfig Trainer accelerate barrier broadcast compare_runs data_parallel_rank data_parallel_size device gather
-        get_dataset get_datasets in_worker list_checkpoints load_checkpoint load_run local local_rank local_world_size node_rank
-        report save_checkpoint should_stop world_rank world_size
+        get_dataset get_datasets in_worker list_checkpoints live_state load_checkpoint load_run local local_rank local_world_size
+        node_rank report save_checkpoint should_stop world_rank world_size
     """.split(),
     "raysgd.backends": """
         Backend BackendConfig Coordinator Member

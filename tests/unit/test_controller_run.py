@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class FailingGroup:
     """Workers that never start."""
 
     memory: Any = None
+    live_reports: Mapping[int, Any] = {}
 
     size = 2
 

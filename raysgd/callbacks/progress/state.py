@@ -175,12 +175,14 @@ class ProgressState:
 
 
 def note_text(event: Event) -> str:
-    """Format a failure, a regroup or a stop, by which a callback or the user ends the run, as one line; others as ``""``."""
+    """Format what interrupts the run, or a stop, by which a callback or the user ends it, as one line; others as ``""``."""
     data = event.data
     if event.kind == "stop":
         return f"stopping: {in_one_line(data.get('why', ''))}"
     if event.kind == "regroup":
         return f"the group forms again: {clip(in_one_line(data.get('why', '')), 120)}"
+    if event.kind == "continued":
+        return str(data.get("why", ""))
     if event.kind != "failure":
         return ""
     ranks = ", ".join(map(str, data.get("ranks") or ()))

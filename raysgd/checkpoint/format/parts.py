@@ -98,14 +98,18 @@ def read_leaves(directory: Storage, entry: FileEntry) -> dict[str, StoredLeaf]:
 
     def read(stream: BinaryIO) -> dict[str, StoredLeaf]:
         with Checksum() as checksum:
-            reader = _Reader(stream, directory.path_of(entry.name), checksum)
-            specs = reader.read_specs(entry.size)
-            leaves = dict(leaf for group in _group(specs) for leaf in reader.read_tensors(group))
+            leaves = read_tensors(stream, directory.path_of(entry.name), entry.size, checksum)
             if checksum.result().crc32 != entry.crc32:
                 raise mismatch(directory, entry)
             return leaves
 
     return directory.read_with(entry.name, read)
+
+
+def read_tensors(stream: BinaryIO, where: str, num_bytes: int, checksum: Checksum) -> dict[str, StoredLeaf]:
+    """Read the tensors of a file of ``num_bytes`` from its beginning."""
+    reader = _Reader(stream, where, checksum)
+    return dict(leaf for group in _group(reader.read_specs(num_bytes)) for leaf in reader.read_tensors(group))
 
 
 def copy_leaves(file: ByteArray, where: str) -> dict[str, StoredLeaf]:

@@ -37,6 +37,7 @@ _NUM_EVENTS = 5
 #: Events that say how a run goes; others are many, or are shown in another way.
 _SHOWN_EVENTS = (
     "failure",
+    "continued",
     "hang",
     "mismatch",
     "preemption",

@@ -6,8 +6,10 @@ knows from which checkpoint the next attempt starts. `MemoryTier` does the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.retention import RetentionPolicy
@@ -17,9 +19,13 @@ from raysgd.controller.checkpoints.index import CheckpointIndex
 from raysgd.controller.checkpoints.pending import PendingCheckpoints
 from raysgd.controller.frames import Closing
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
-from raysgd.session.events import HoldFailed, PartFailed, PartHeld, PartSafe, Saved
+from raysgd.session.events import HoldFailed, LiveReport, Mark, Marked, PartFailed, PartHeld, PartSafe, Saved, StepId
+
+if TYPE_CHECKING:
+    from raysgd.controller.policies.live import LiveStart
 
 Emit = Callable[[c.Command], None]
+NO_REPORTS: Mapping[int, LiveReport] = MappingProxyType({})
 
 
 class MemoryTier:
@@ -113,7 +119,9 @@ class CheckpointCoordinator:
         self._last_number = plan.start.number
         self._last_announced = plan.start.number  # to readers, as being saved
         self._first_number = 1
-        self._attempt = 0
+        self._attempt = self._world_size = 0
+        self._marks: dict[int, tuple[Mark, ...]] = {}  # of ranks whose processes died in the attempt
+        self._unusable_steps: set[StepId] = set()
         self._started_from = plan.start
         self._pending = PendingCheckpoints()
 
@@ -193,9 +201,53 @@ class CheckpointCoordinator:
                 self._emit(c.EmitFrame(frames.CHECKPOINT_SCORED, manifest.attempt, data=self._describe(manifest)))
             self._delete(manifest.attempt, self._index.add(manifest))
 
-    def begin_attempt(self, attempt: int, world_size: int) -> tuple[Start, int]:
-        """Begin to collect the saves of an attempt; returns where it starts, and the number that its first save makes."""
+    def find_live(self, reports: Mapping[int, LiveReport], world_size: int) -> LiveStart | str | None:
+        """Return the complete step that survivors hold, if the next attempt starts from it.
+
+        Args:
+            reports: What the processes of the next attempt have, by rank.
+            world_size: The number of ranks of the next attempt.
+
+        Returns:
+            The step; or why there is none, if the last attempt had complete steps; or None.
+        """
+        if not reports and not self._marks:
+            return None
+        from raysgd.controller.policies.live import choose_step  # most runs need no live state
+
+        usable = {
+            rank: replace(report, held=None) if report.held and report.held.id in self._unusable_steps else report
+            for rank, report in reports.items()
+        }
+        before, size = self._started_from.live, self._world_size
+        found = choose_step(self._attempt, usable, self._marks, before, old_size=size, new_size=world_size)
+        if isinstance(found, str):
+            return found
+        newest = max(self.newest_number or 0, 0 if self.newest_in_memory is None else self.newest_in_memory.number)
+        # The checkpoint of a save that followed the step at once has the same state.
+        is_of_attempt = found.held.id.attempt == self._attempt
+        last_before = self._first_number + found.held.num_saves if is_of_attempt else self._first_number - 1
+        return found if newest <= last_before else None
+
+    def begin_attempt(
+        self, attempt: int, world_size: int, live: Mapping[int, LiveReport] = NO_REPORTS
+    ) -> tuple[Start, int]:
+        """Begin to collect the saves of an attempt; returns where it starts, and the number that its first save makes.
+
+        Args:
+            attempt: Its number.
+            world_size: The number of its ranks.
+            live: What its processes have of the live state, by rank.
+        """
         start = self._find_start()
+        found = self.find_live(live, world_size)
+        if isinstance(found, str):
+            where = f"checkpoint {start.number}" if start.is_checkpoint else "the beginning"
+            self._emit(c.warning(f"training continues from {where}, not from a live state: {found}"))
+        elif found is not None:
+            iteration = max(start.iteration, found.held.iteration)
+            start = Start(None, iteration, found.held.time_total_s, self._last_number, live=found)
+        self._marks.clear()
         # A checkpoint in memory may be written to storage later: its number is taken.
         self._last_number = max(self._last_number, start.number)
         self._first_number = self._last_number + 1
@@ -206,7 +258,7 @@ class CheckpointCoordinator:
                 attempt, world_size, self._first_number, start, self._reduce, self._workers_per_replica
             )
 
-        self._attempt, self._started_from = attempt, start
+        self._attempt, self._world_size, self._started_from = attempt, world_size, start
         self._pending = make_pending()
         if self._memory is not None:
             self._memory.begin_attempt(make_pending())
@@ -220,7 +272,12 @@ class CheckpointCoordinator:
         Returns:
             Why the attempt must be ended; None if there is no earlier checkpoint, so that the error is raised.
         """
-        number = self._started_from.number
+        number, live = self._started_from.number, self._started_from.live
+        if live is not None:
+            self._unusable_steps.add(live.held.id)
+            why = f"live state of step {live.held.id.step} skipped: {error}"
+            self._emit(c.warning(why))
+            return why
         if self._started_from.held is not None and self._memory is not None:
             self._memory.index.drop(number)
         elif self._index.has_older_than(number):
@@ -257,8 +314,11 @@ class CheckpointCoordinator:
         if closings:
             self._apply_scores()
 
-    def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed) -> str | None:
+    def on_event(self, rank: int, event: Saved | PartSafe | PartHeld | HoldFailed | Marked) -> str | None:
         """A rank has sent an event; returns the rule that it broke, or None."""
+        if isinstance(event, Marked):
+            self._marks[rank] = event.marks
+            return None
         problem = None if self._memory is None else self._memory.on_event(rank, event)
         if not isinstance(event, (PartHeld, HoldFailed)):
             problem = self._pending.on_event(rank, event) or problem

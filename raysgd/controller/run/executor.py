@@ -393,14 +393,17 @@ class Run:
             self._is_described = True
             self._spawn(self._files.write_run(describe_run(self._request, self._info, self._group)))
         self._record_resize(self._group.size)
-        self._feed(c.GroupReady(tuple(nodes), self._group.num_joining))
+        self._feed(c.GroupReady(tuple(nodes), self._group.num_joining, self._group.live_reports))
 
     async def _form_group(self, *, keep_size: bool) -> None:
-        for message in await self._group.get_ready(keep_size=keep_size):
+        for message in await self._group.get_ready(keep_size=keep_size, run_id=self._request.run_id):
             self.warn(message)
         await self._group.check_storage(self._files.storage)
         self._rendezvous = await self._group.open_rendezvous()
         checkpoints = self._machine.checkpoints
+        live = checkpoints.find_live(self._group.live_reports, self._group.size)
+        if live is not None and not isinstance(live, str):  # the checkpoints in memory are not needed
+            return
         while (held := checkpoints.newest_in_memory) and not await self._held.is_reachable(
             held, is_unstored=checkpoints.has_unstored
         ):
@@ -439,6 +442,7 @@ class Run:
                 member=dataclasses.replace(self._group.member(rank, self._rendezvous), attempt=attempt),
                 checkpoint=start.uri,
                 held=self._held.for_rank(start.held, rank),
+                live=None if start.live is None else start.live.order_for(rank),
                 first_number=command.first_number,
                 previous_size=self._previous_size,
                 iterations_before=start.iteration,

@@ -1,18 +1,22 @@
 """Why all ranks leave an attempt for another group, and where they leave it. Pure: parts of the run's state machine.
 
 There are three reasons: an elastic group grows (`Growth`), workers are preempted (`Preemption`), the run is paused
-(`Pause`). All ranks leave at the same save, once its checkpoint is committed (`SavePoint`).
+(`Pause`). All ranks leave at the same save, once its checkpoint is committed (`SavePoint`). `Continuation` says how training
+continued from the memory of survivors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from raysgd.controller import commands as c
 from raysgd.controller.policies.after_failure import Failure
 from raysgd.controller.policies.growth import ScalingPolicy
 from raysgd.controller.states import Running
+
+if TYPE_CHECKING:
+    from raysgd.controller.policies.live import LiveStart
 
 Emit = Callable[[c.Command], None]
 #: Why a group forms again without a failure: it grows, is preempted or pauses, or the checkpoint it started from is damaged.
@@ -276,3 +280,39 @@ class Pause:
         self.is_requested = False
         if running is not None and self._save_point.why == _PAUSE_REASON:
             self._save_point.cancel()
+
+
+class Continuation:
+    """Records once from whose memory an attempt continues, when all its ranks have entered train_func.
+
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float], emit: Emit) -> None:
+        self._clock = clock
+        self._emit = emit
+        self._lost: tuple[int, ...] = ()
+        self._ended_at = 0.0
+        self._live: LiveStart | None = None
+        self._missing: set[int] = set()
+
+    def on_end(self) -> None:
+        """The ranks leave an attempt."""
+        self._lost, self._ended_at = (), self._clock()
+
+    def on_failure(self, failure: Failure) -> None:
+        """The cause is known."""
+        self._lost = failure.ranks if failure.cause == "death" else ()
+
+    def begin(self, live: LiveStart | None, world_size: int) -> None:
+        """The next attempt begins, from ``live`` if that is given."""
+        self._live, self._missing = live, set(range(world_size))
+
+    def on_entered(self, rank: int) -> None:
+        """A rank has entered train_func."""
+        self._missing.discard(rank)
+        if self._live is not None and not self._missing:
+            data = self._live.describe(self._lost, round(self._clock() - self._ended_at, 3))
+            self._emit(c.RecordEvent("continued", data))
+            self._live = None

@@ -18,6 +18,7 @@ from raysgd.controller.run_plan import PreviousState, RunPlan
 from raysgd.controller.state_machine.regrouping import (
     GROWS,
     SAVE_POINT_GRACE_S,
+    Continuation,
     Growth,
     Pause,
     Preemption,
@@ -68,6 +69,7 @@ class RunMachine:
         self._growth = Growth(self._save_point, clock, self._emit)
         self._preemption = Preemption(self._save_point, plan.failure.preemption_grace_s, self._emit)
         self.pause = Pause(self._save_point)
+        self._continuation = Continuation(clock, self._emit)
         self._is_published = False
         self._warned_of_unsynchronized = False
 
@@ -203,20 +205,16 @@ class RunMachine:
     def _start_attempt(self, before: Preparing, group: c.GroupReady) -> None:
         """Call train_func on all ranks."""
         attempt, world_size = before.attempt, len(group.nodes)
-        start, first_number = self.checkpoints.begin_attempt(attempt, world_size)
+        start, first_number = self.checkpoints.begin_attempt(attempt, world_size, group.live)
         self.state = Running(attempt, before.serial, start.iteration, group.nodes, set(range(world_size)))
         self._growth.on_group_formed(self.state, group.num_joining)
         self._save_point.request(self.state, self.pause.why)
-        data = {
-            "attempt": attempt,
-            "world_size": world_size,
-            "iterations_before": start.iteration,
-            "time_before_s": start.time_total_s,
-        }
-        of_frame = {**data, "workers_per_replica": self._plan.workers_per_replica}
-        self._emit(c.EmitFrame(frames.ATTEMPT, attempt, data=of_frame))
-        place = {"checkpoint": start.uri, "memory": None if start.held is None else start.number}
-        self._emit(c.RecordEvent("attempt_start", {**data, **place}))
+        data: dict[str, Any] = {"attempt": attempt, "world_size": world_size, "iterations_before": start.iteration}
+        data["time_before_s"] = start.time_total_s
+        per_replica = {"workers_per_replica": self._plan.workers_per_replica}
+        self._emit(c.EmitFrame(frames.ATTEMPT, attempt, data={**data, **per_replica}))
+        self._emit(c.RecordEvent("attempt_start", {**data, **start.place}))
+        self._continuation.begin(start.live, world_size)
         self._emit(c.StartAttempt(attempt, start, first_number))
 
     # -- Running: events of ranks -------------------------------------------------------------------------------------
@@ -231,7 +229,7 @@ class RunMachine:
                     closings = frames.closings_of(data, event.rows)
                 self._emit(c.EmitFrame(frames.REPORTS, running.attempt, rank, data, event.rows))
                 self.checkpoints.on_reports(rank, event.first + event.count, closings)
-            case e.Saved() | e.PartSafe() | e.PartHeld() | e.HoldFailed():
+            case e.Saved() | e.PartSafe() | e.PartHeld() | e.HoldFailed() | e.Marked():
                 self._end_if_misused(running, self.checkpoints.on_event(rank, event))
             case e.PartFailed():
                 number = self.checkpoints.number_of(event.call)
@@ -263,6 +261,7 @@ class RunMachine:
                 self._on_unsynchronized(running, rank, event.message)
             case e.Entered():
                 running.is_entered = True  # which uses up the attempt's number
+                self._continuation.on_entered(rank)
                 data = {"rank": rank, "attempt": running.attempt, "timestamp": event.timestamp}
                 self._emit(c.RecordEvent("entered", data | e.describe_output(event.output)))
             case e.Left():
@@ -375,10 +374,8 @@ class RunMachine:
         if running is None or not isinstance(self.state, Running):
             return
         self._emit(c.states_event("mismatch", {"ranks": list(given.ranks), "why": given.why}, given))
-        if self._stop_reason is not None:  # some ranks have left for the stop, in which the others wait for them
-            self._end_attempt(running, given.why, self._stopped_outcome())
-            return
-        self._end_attempt(running, given.why, given.outcome)
+        has_stop = self._stop_reason is not None  # some ranks have left for it, in which the others wait for them
+        self._end_attempt(running, given.why, self._stopped_outcome() if has_stop else given.outcome)
 
     def _on_preempted(self, attempt: int, ranks: Collection[int], why: str, within_s: float | None = None) -> None:
         running = self._attempt_if_current(attempt)
@@ -402,6 +399,7 @@ class RunMachine:
             is_at_save_point: The ranks wait at a save point, from which they leave by themselves.
         """
         self.state = Ending(running, preset)
+        self._continuation.on_end()
         self._save_point.reset()
         self._emit(c.EndAttempt(running.attempt, tuple(sorted(running.active)), why))
         self._emit(c.SetTimer("gather", running.serial, GATHER_S))
@@ -426,6 +424,7 @@ class RunMachine:
 
     def _retry_or_give_up(self, failure: Failure, attempt: int) -> None:
         """Decide what follows a failure: another attempt, or the end of the run."""
+        self._continuation.on_failure(failure)
         is_excused = self._preemption.excuses(failure, attempt)
         why_over = None if is_excused else self._count_failure(failure)
         if why_over is not None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from raysgd.session.events import WorkerEvent
+from raysgd.session.events import Marked, WorkerEvent
 from raysgd.transport import Endpoint
 from raysgd.workers.events_connection import VALUE_FOLLOWS, Batch, Inbox, InboxAddress, Inboxes
 from raysgd.workers.liveness.death_reasons import DEATHS
@@ -17,7 +17,7 @@ from raysgd.workers.orders import AttemptOrder, Blob
 #: Items that a worker's Ray stream may be ahead of the controller before the worker waits.
 _STREAM_AHEAD = 64
 #: Seconds to read what the connection of a dead worker still holds.
-_DRAIN_S = 0.2
+_DRAIN_S = 1.0
 
 #: Returns why a worker died, given Ray's error.
 ExplainDeath = Callable[[BaseException], Awaitable[str]]
@@ -65,6 +65,8 @@ class WorkerStreams:
         try:
             while (item := await inbox.items.get()) is not None:
                 if isinstance(item, Exception):
+                    if inbox.marks:
+                        yield [Marked(tuple(inbox.marks))]
                     raise item
                 yield item
         finally:

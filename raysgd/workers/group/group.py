@@ -20,7 +20,7 @@ from raysgd._util.logs import get_logger
 from raysgd.backends.base import BackendConfig, Member
 from raysgd.config import FailureConfig, ScalingConfig
 from raysgd.errors import ConfigError, InfeasibleError, StartTimeoutError, WorkerDiedError, WorkerError
-from raysgd.session.events import WorkerEvent
+from raysgd.session.events import LiveReport, WorkerEvent
 from raysgd.workers.group.agreement import RankAgreement
 from raysgd.workers.group.checkpoint_memory import ClusterMemory
 from raysgd.workers.group.event_streams import WorkerDied, WorkerStreams
@@ -148,6 +148,12 @@ class WorkerGroup:
         """Return where a member runs; None if it has no process that has answered."""
         return None if (worker := self._members[rank]) is None else worker.info
 
+    @property
+    def live_reports(self) -> dict[int, LiveReport]:
+        """The answers of the processes about the run's live state, by rank."""
+        found = {rank: worker.live for rank, worker in enumerate(self._members) if worker is not None}
+        return {rank: report for rank, report in found.items() if report is not None}
+
     def on_joining_worker(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when a worker becomes ready, if with it a whole replica can join."""
         self._joining.on_ready = lambda: callback() if self.num_joining else None
@@ -167,14 +173,14 @@ class WorkerGroup:
         if not self._has_formed:
             self._members[:] = [None] * size
 
-    async def get_ready(self, *, keep_size: bool = False, is_run: bool = True) -> list[str]:
+    async def get_ready(self, *, keep_size: bool = False, run_id: str = "") -> list[str]:
         """Make every worker ready for a run, or for the class API; return messages for the user.
 
         An elastic group continues with the surviving members if they are enough, and adds workers that are ready to join.
 
         Args:
             keep_size: The group neither shrinks nor grows.
-            is_run: See `PrepareOrder`.
+            run_id: The run that follows; empty for the class API.
 
         Raises:
             InfeasibleError: The cluster cannot hold the workers, and no nodes joined it in the time that the user allows.
@@ -192,7 +198,7 @@ class WorkerGroup:
             self._lost_nodes.ask()
         reporting = asyncio.ensure_future(self._report_wait())
         try:
-            messages = await asyncio.wait_for(self._get_ready(keep_size, is_run), self._failure.start_timeout_s)
+            messages = await asyncio.wait_for(self._get_ready(keep_size, run_id), self._failure.start_timeout_s)
         except (asyncio.TimeoutError, GetTimeoutError):
             raise await self._make_timeout_error() from None
         finally:
@@ -202,17 +208,17 @@ class WorkerGroup:
         self.agents.watch_workers(self._infos())
         return [*messages, *self._avoided.take_warnings(), *self._versions.take_warnings()]
 
-    async def _get_ready(self, keep_size: bool, is_run: bool) -> list[str]:
+    async def _get_ready(self, keep_size: bool, run_id: str) -> list[str]:
         await self._form(keep_size)
-        await self.kept.settle(self._workers() if is_run else [])
-        stale = {rank: why for rank, why in enumerate(await self._prepare(is_run)) if why is not None}
+        await self.kept.settle(self._workers() if run_id else [])
+        stale = {rank: why for rank, why in enumerate(await self._prepare(run_id)) if why is not None}
         if not stale:
             return []
         for rank in stale:
             self.kill(rank)
         await self._form(keep_size=True)
         await self.kept.settle(self._workers())
-        await self._prepare(is_run)
+        await self._prepare(run_id)
         return [f"replaced {len(stale)} warm workers: {'; '.join(sorted(set(stale.values())))}"]
 
     async def _form(self, keep_size: bool) -> None:
@@ -318,17 +324,22 @@ class WorkerGroup:
         for worker, member in zip(self._workers(), members, strict=True):
             worker.member = member
 
-    async def _prepare(self, is_run: bool) -> list[str | None]:
+    async def _prepare(self, run_id: str) -> list[str | None]:
         """Reset every process for what follows; return by rank why a process cannot be used again, or None."""
         workers = self._workers()
         gpus = assign_visible_gpus(self._infos(), shows_all=self._backend.shows_node_gpus)
         kept = self.kept.rendezvous is not None
-        orders = [PrepareOrder(visible, index, rank, is_run, kept) for rank, (visible, index) in enumerate(gpus)]
-        if is_run and not kept and not self._backend.has_coordinator:
+        orders = [
+            PrepareOrder(visible, index, rank, bool(run_id), kept, run_id=run_id)
+            for rank, (visible, index) in enumerate(gpus)
+        ]
+        if run_id and not kept and not self._backend.has_coordinator:
             for rank, ip in enumerate(choose_rendezvous_ips(self._infos(), self._backend)):
                 orders[rank] = replace(orders[rank], rendezvous_ip=ip)
         calls = [worker.handle.prepare.remote(order) for worker, order in zip(workers, orders, strict=True)]
         answers: list[Prepared] = await self._gather(workers, calls)
+        for worker, answer in zip(workers, answers, strict=True):
+            worker.live = answer.live
         self._opened = join_opened(
             self._backend, [answer.rendezvous for answer in answers if answer.rendezvous is not None]
         )

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raysgd.backends.base import BackendConfig, Coordinator, Member
 from raysgd.config import ScalingConfig
 from raysgd.errors import WorkerError
+from raysgd.session.events import LiveReport
 from raysgd.workers.liveness.own_processes import ProcessWatch
 from raysgd.workers.liveness.watched import Watched, watched_actor
 from raysgd.workers.orders import WorkerInfo
@@ -39,6 +40,7 @@ class Worker:
         refusal: Why its versions do not fit to the driver's, once it has answered; None if they do.
         member: Its place in the group, once the group is complete; without a rendezvous.
         has_joined: It was given a place in a process group.
+        live: What it has of the live state of the run that it is ready for.
         requested_at_s: When its start was requested, on the monotonic clock.
     """
 
@@ -51,6 +53,7 @@ class Worker:
     refusal: str | None = None
     member: Member | None = None
     has_joined: bool = False
+    live: LiveReport | None = None
     requested_at_s: float = field(default_factory=time.monotonic)
 
     @property

@@ -60,6 +60,9 @@ RAY_ITEM_COST = 5
 #: Seconds in which train_func can leave an ended attempt by itself, before it is interrupted. The error of a broken
 #: collective says more than an interrupt.
 INTERRUPT_AFTER_S = 0.1
+#: Seconds in which the changes of a step that have begun are not interrupted, where train_func has a live state.
+FINISH_STEP_S = 2.0
+FINISH_POLL_S = 0.005
 #: The report by which a rank has exchanged gradients, if it does so at all; fewer if train_func returns before.
 SYNCHRONIZED_BY_REPORT = 10
 #: Seconds between two samples of the process.
@@ -84,6 +87,7 @@ class Attempt:
         code: Returns this attempt's own copies of ``train_func`` and its ``config``.
         first_snapshot: Prepares the first checkpoint while train_func runs.
         node: This process's node, as users see it.
+        on_left: Called in train_func's thread when it has left, before its objects are released.
         on_resize: Calls the user's ``on_resize`` with the old and the new world size.
         load_retry_on: Returns the classes of exceptions that the user has retried.
 
@@ -106,6 +110,7 @@ class Attempt:
         callbacks: WorkerCallbacks,
         first_snapshot: FirstSnapshot,
         node: str,
+        on_left: Callable[[], None] = lambda: None,
         on_resize: Callable[[int, int], Any] | None = None,
         load_retry_on: Callable[[], tuple[type[Exception], ...]] = tuple,
     ) -> None:
@@ -123,6 +128,7 @@ class Attempt:
         self._callbacks = callbacks
         self._first_snapshot = first_snapshot
         self._node = node
+        self._on_left = on_left
         self._on_resize = on_resize
         self._load_retry_on = load_retry_on
         self._retry_on: tuple[type[Exception], ...] = ()
@@ -165,7 +171,15 @@ class Attempt:
         self.session.end(why)
         self._backend.abort_process_group()
         if not self._done.wait(INTERRUPT_AFTER_S):
+            self._wait_for_step()
             self._thread.interrupt()
+
+    def _wait_for_step(self) -> None:
+        """Let changes of the live state that have begun come to their end, so that they are not lost."""
+        live, until = self.session.live, time.monotonic() + FINISH_STEP_S
+        while live is not None and live.is_changing and time.monotonic() < until:
+            if self._done.wait(FINISH_POLL_S):
+                return
 
     def use_ray_stream(self, problem: str | None) -> None:
         """Make fewer and larger batches from now on, because events travel as items of a Ray stream.
@@ -233,6 +247,7 @@ class Attempt:
         finally:
             self._first_snapshot.close()
             self._callbacks.end(error)
+            self._on_left()
             clear_frames(error)
 
     def _set_up(self) -> tuple[Callable[..., Any], Any]:

@@ -32,11 +32,13 @@ from raysgd.session.media import ImageFolder
 from raysgd.session.rank_state import make_deterministic, seed_generators, use_one_thread
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import Codec, WorkerSession
-from raysgd.workers.orders import AttemptOrder, Blob, HeldCheckpoint, RunOrder
+from raysgd.workers.events_connection import MarkSender
+from raysgd.workers.orders import AttemptOrder, Blob, HeldCheckpoint, RunOrder, WorkerInfo
 from raysgd.workers.pickling import dumps, loads, loads_call
 from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.process.attempt import Attempt, WorkerCallbacks
 from raysgd.workers.process.first_snapshot import FirstSnapshot
+from raysgd.workers.process.live import FromSurvivor, LiveHolder
 
 #: Seconds before a call to the TrainerActor is made again. An `AttemptEnded` arrives after them at the latest.
 _ASK_AGAIN_S = 0.5
@@ -105,13 +107,17 @@ class AttemptBuilder:
 
     Args:
         controller: Name of the TrainerActor.
-        node: This process's node, as users see it.
+        place: Where this process runs.
+
+    Attributes:
+        live: The state of a complete step, from one attempt to the next.
     """
 
-    def __init__(self, backend: Backend, controller: str, node: str) -> None:
+    def __init__(self, backend: Backend, controller: str, place: WorkerInfo) -> None:
         self._backend = backend
         self._controller = controller
-        self._node = node
+        self._node = place.node
+        self.live = LiveHolder(place.node_ip)
         self._pool: StagingPool | None = None  # reused from one attempt to the next
 
     def make(self, run: RunOrder, order: AttemptOrder) -> Attempt:
@@ -119,6 +125,8 @@ class AttemptBuilder:
         if self._pool is None:
             self._pool = StagingPool(max_pending_bytes=run.checkpoint.max_pending_bytes)
         member, task = order.member, run.task
+        self.live.begin(task.run_id, order.live)
+        marks = MarkSender(order.inbox)
         storage = Storage.from_uri(run.checkpoints_uri, retry=retry_of_writes(run.checkpoint.on_write_error))
         images = ImageFolder(
             storage.parent().child(media.FOLDER).with_retry(Retry(tries=1)), lambda text: event_queue.put(Warned(text))
@@ -143,7 +151,7 @@ class AttemptBuilder:
             link=ControllerLink(self._controller, task.run_id, order.attempt, member.rank),
             codec=Codec(dumps, loads),
             gather=self._backend.gather,
-            start=_starting_point(run, order),
+            start=self._starting_point(run, order),
             time_before_s=order.time_before_s,
             seed=task.seed,
             deterministic=task.deterministic,
@@ -153,6 +161,8 @@ class AttemptBuilder:
             on_report=callbacks.hooks,
             attempt=order.attempt,
             iterations_before=order.iterations_before,
+            send_mark=marks.send,
+            release_start=self.live.release,
         )
         writer.on_chunk = session.progress.wrote
         first_snapshot = FirstSnapshot(
@@ -172,9 +182,25 @@ class AttemptBuilder:
             callbacks=callbacks,
             first_snapshot=first_snapshot,
             node=self._node,
+            on_left=partial(self._on_left, order, session, marks),
             on_resize=None if task.on_resize is None else lambda old, new: loads(resolve(task.on_resize))(old, new),
             load_retry_on=lambda: () if task.retry_on is None else loads(resolve(task.retry_on)),
         )
+
+    def _on_left(self, order: AttemptOrder, session: WorkerSession, marks: MarkSender) -> None:
+        marks.close()
+        self.live.on_left(order.member.rank, order.attempt, session.live)
+
+    def _starting_point(
+        self, run: RunOrder, order: AttemptOrder
+    ) -> FromSurvivor | FromMemory | FromCheckpoint | FromState | None:
+        if order.live is not None:
+            return FromSurvivor(order.live, self.live)
+        if order.held is not None:
+            return FromMemory(order.held)
+        if order.checkpoint is not None:
+            return FromCheckpoint(order.checkpoint)
+        return None if run.task.initial_state is None else FromState(resolve(run.task.initial_state))
 
 
 def _open_code(run: RunOrder, rank: int) -> tuple[Any, Any]:
@@ -229,14 +255,6 @@ class ControllerLink:
                 return ray.get(getattr(self._handle, method).remote(*self._key, *args))
             except (ActorUnavailableError, GetTimeoutError):
                 time.sleep(_ASK_AGAIN_S)
-
-
-def _starting_point(run: RunOrder, order: AttemptOrder) -> FromMemory | FromCheckpoint | FromState | None:
-    if order.held is not None:
-        return FromMemory(order.held)
-    if order.checkpoint is not None:
-        return FromCheckpoint(order.checkpoint)
-    return None if run.task.initial_state is None else FromState(resolve(run.task.initial_state))
 
 
 def identity_of(member: Member) -> Identity:

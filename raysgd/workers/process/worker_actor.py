@@ -195,10 +195,10 @@ class WorkerActor(Watched):
         from raysgd.workers.process.build import AttemptBuilder
         from raysgd.workers.process.own_instance import OwnInstance
 
-        node = self._locate().node
+        place = self._locate()
         self._backend = backend
-        self._attempts = AttemptBuilder(backend, controller, node)
-        self._instances = OwnInstance(backend, node)
+        self._attempts = AttemptBuilder(backend, controller, place)
+        self._instances = OwnInstance(backend, place.node)
         self._baseline.note_framework()
         return None
 
@@ -243,7 +243,8 @@ class WorkerActor(Watched):
             os.environ["RAYSGD_DEVICE_INDEX"] = str(self._visible_gpus.index(own))
         elif "CUDA_VISIBLE_DEVICES" not in ray.get_runtime_context().runtime_env.get("env_vars", {}):
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray shows a worker without GPUs all those of its node
-        return Prepared(rendezvous=self.open_rendezvous(order.rendezvous_ip) if order.rendezvous_ip else None)
+        rendezvous = self.open_rendezvous(order.rendezvous_ip) if order.rendezvous_ip else None
+        return Prepared(rendezvous=rendezvous, live=self._attempts.live.report(order.run_id))
 
     def open_rendezvous(self, node_ip: str) -> str:
         """Open the rendezvous on rank 0, at an address of its node; return the value of `Member.rendezvous`."""
@@ -368,6 +369,7 @@ class WorkerActor(Watched):
         Args:
             keeps_group: Stay, unless the group was left when train_func ended.
         """
+        self._attempts.live.release()  # all ranks have returned
         with self._leaving:
             if not (keeps_group and self._is_in_group):
                 self._leave()

@@ -1,0 +1,111 @@
+"""Which complete step an attempt starts from, of those that the survivors of the last attempt hold in memory. Pure.
+
+In each step all ranks exchange something, such as gradients. So when a rank has completed a step, all ranks have begun it, with
+the rows of that step, and none is more than one step behind. What a rank draws at random it draws before it takes part in the
+exchange, as a rule; `Mark.is_settled` says whether it does. So what belongs to one rank alone is known for the newest step even
+if that rank died within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.session.events import HeldStep, LiveReport, Mark
+from raysgd.transport import Endpoint
+from raysgd.workers.orders import LiveOrder
+
+
+@dataclass(frozen=True)
+class LiveStart:
+    """The complete step that an attempt starts from.
+
+    Attributes:
+        held: The step.
+        holders: The ranks of the new attempt that hold it. The first one is the source of the others.
+        world_size: The number of ranks that made the step.
+        small: The small state of each of these ranks; empty if another number of ranks starts.
+        endpoint: Where to copy the state from.
+        num_repeated: Steps that some rank had begun after it.
+    """
+
+    held: HeldStep
+    holders: tuple[int, ...]
+    world_size: int
+    small: Mapping[int, bytes] = field(default_factory=dict)
+    endpoint: Endpoint | None = None
+    num_repeated: int = 1
+
+    def describe(self, lost: Sequence[int], seconds: float) -> dict[str, Any]:
+        """Return the record of how training continued, with one line for the user.
+
+        Args:
+            lost: The ranks whose processes died; empty if the ranks left for another reason.
+            seconds: From then until all ranks had entered train_func again.
+        """
+        source, num_repeated = self.holders[0], self.num_repeated
+        ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} died; " if lost else ""
+        steps = "one step" if num_repeated == 1 else f"{num_repeated} steps"
+        why = f"continued after {seconds:.2f} s from the memory of rank {source}, {steps} repeated, nothing read from storage"
+        fields = {"step": list(self.held.id), "source": source, "num_repeated": num_repeated}
+        return {"why": ranks + why, "ranks": list(lost), "seconds": seconds, **fields}
+
+    def order_for(self, rank: int) -> LiveOrder:
+        """Return the order for a rank that starts from the step."""
+        return LiveOrder(self.held, self.small.get(rank), None if rank in self.holders else self.endpoint)
+
+
+def choose_step(
+    attempt: int,
+    reports: Mapping[int, LiveReport],
+    of_dead: Mapping[int, Sequence[Mark]],
+    start: LiveStart | None,
+    *,
+    old_size: int,
+    new_size: int,
+) -> LiveStart | str:
+    """Return the newest complete step that all ranks can start from, or why there is none.
+
+    Args:
+        attempt: The number of the last attempt.
+        reports: By the rank in the next attempt; processes that have nothing to say have none.
+        of_dead: The marks of the ranks whose processes died, by their rank in the last attempt.
+        start: The complete step that the last attempt started from, if it was one.
+        old_size: The number of ranks of the last attempt.
+        new_size: The number of ranks of the next one.
+    """
+    marks = {rank: tuple(given) for rank, given in of_dead.items()}
+    marks |= {report.rank: report.marks for report in reports.values() if report.attempt == attempt}
+    known = {None if start is None else start.held.id}
+    held = {rank: report.held for rank, report in reports.items() if report.held is not None}
+    held = {rank: each for rank, each in held.items() if each.id.attempt == attempt or each.id in known}
+    if not held:
+        return "no rank is left that held the state of a complete step"
+    newest = max(held.values(), key=lambda each: (each.id, each.iteration))
+    holders = tuple(sorted(rank for rank, each in held.items() if each.id == newest.id))
+    furthest = {rank: max((mark.step for mark in given), default=0) for rank, given in marks.items()}
+    step = newest.id.step if newest.id.attempt == attempt else 0
+    if (first := max(furthest.values(), default=0)) > step + 1:
+        return f"a rank had completed step {first}, and those that are left hold step {step}"
+    if late := [rank for rank, last in sorted(furthest.items()) if last < step - 1]:
+        return f"ranks {late} had completed less than step {step - 1} when others completed step {step}"
+    small: dict[int, bytes] = {}
+    if new_size == old_size:
+        for rank in range(old_size):
+            own = start.small.get(rank) if start is not None and not step else _small_at(marks.get(rank, ()), step)
+            if own is None:
+                return f"the random number generators of rank {rank} after step {step} are not known"
+            small[rank] = own
+    endpoint = reports[holders[0]].endpoint
+    return LiveStart(newest, holders, old_size, small, endpoint, max(1, first - step))
+
+
+def _small_at(marks: Sequence[Mark], step: int) -> bytes | None:
+    """Return what belongs to a rank alone after a step that others have completed; None if it is not known."""
+    for mark in reversed(marks):
+        if mark.step == step and not mark.is_in_step:
+            return mark.small
+    last = marks[-1] if marks else None
+    is_after_pass = last is not None and last.is_in_step and last.step == step - 1
+    return last.small if last is not None and is_after_pass and last.is_settled else None

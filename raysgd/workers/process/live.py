@@ -1,0 +1,180 @@
+"""The state of a complete step that a process keeps for the next attempt, and its way to other workers. Worker side."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd._util.logs import get_logger
+from raysgd.checkpoint.streaming import read_state, stream_state
+from raysgd.errors import CheckpointError, CheckpointNotFoundError, UsageError
+from raysgd.session import rank_state
+from raysgd.session.events import HeldStep, LiveReport, Mark
+from raysgd.session.live import KeptState, LiveState
+from raysgd.transport import Endpoint, Listener, connect
+from raysgd.workers.orders import LiveOrder
+
+#: Kind of the connection in its hello.
+_KIND = "live"
+#: Seconds without a byte from the other worker, after which the copy has failed.
+_SILENCE_S = 30.0
+_CLOSE_S = 1.0
+
+
+class LiveHolder:
+    """Keeps the state of a complete step until an attempt has begun that does not need it any more."""
+
+    def __init__(self, node_ip: str) -> None:
+        self._node_ip = node_ip
+        self._run_id = ""
+        self._last = (0, 0)  # rank and attempt
+        self._marks: tuple[Mark, ...] = ()
+        self._kept: KeptState | None = None
+        self._server: _Server | None = None
+
+    @property
+    def kept(self) -> KeptState | None:
+        return self._kept
+
+    def begin(self, run_id: str, order: LiveOrder | None) -> None:
+        """An attempt begins. Only the state that it starts from is kept."""
+        if self._kept is not None and (order is None or self._kept.held.id != order.held.id):
+            self.release()
+        self._run_id, self._marks = run_id, ()
+
+    def keep(self, kept: KeptState) -> None:
+        """Keep a state that was copied from another worker, until a step of this attempt is complete."""
+        self._kept = kept
+
+    def release(self) -> None:
+        """Keep no state any more."""
+        self._kept = None
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def on_left(self, rank: int, attempt: int, live: LiveState | None) -> None:
+        """train_func has left the attempt; the user's objects are released."""
+        self._last = rank, attempt
+        if live is None:
+            return
+        self._marks = tuple(live.marks)
+        if live.num_steps or live.is_changing:  # otherwise what the attempt started from is the newest state still
+            self.release()
+            try:
+                self._kept = live.take()
+            except Exception as error:  # a device that failed, or the user's own state_dict()
+                get_logger().warning("the live state could not be kept: %s: %s", type(error).__name__, error)
+        live.close()
+
+    def report(self, run_id: str) -> LiveReport | None:
+        """Return what this process has of a run; it releases what it has of another one."""
+        if run_id != self._run_id:
+            self.release()
+            return None
+        kept = self._kept
+        if kept is not None and not kept.is_unchanged:
+            self.release()
+            kept = None
+        held = None if kept is None else kept.held
+        if held is None and not self._marks:
+            return None
+        if kept is not None and self._server is None:
+            self._server = _Server(kept, self._node_ip)
+        endpoint = None if self._server is None else self._server.endpoint
+        return LiveReport(*self._last, self._marks, held, endpoint)
+
+
+class _Server:
+    """Sends a state to other workers, from a thread of its own.
+
+    Attributes:
+        endpoint: Where they connect to.
+    """
+
+    def __init__(self, kept: KeptState, node_ip: str) -> None:
+        self._kept = kept
+        self._loop = asyncio.new_event_loop()
+        self._listener = Listener({_KIND: self._send})
+        self.endpoint = self._loop.run_until_complete(self._listener.open(node_ip))
+        self._thread = threading.Thread(target=self._serve, name="raysgd-live", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and the connections."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._listener.close()
+        sending = asyncio.all_tasks(self._loop)
+        for task in sending:
+            task.cancel()
+        if sending:
+            self._loop.run_until_complete(asyncio.wait(sending))
+        self._loop.close()
+
+    async def _send(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send the state, without its checksums if it has changed meanwhile; nothing if another one is asked for."""
+        if list(self._kept.held.id) != hello["step"]:
+            return
+        writer.transport.set_write_buffer_limits(high=0)  # a chunk is valid until the next one
+        for chunk in stream_state(self._kept.state, is_valid=lambda: self._kept.is_unchanged):
+            writer.write(chunk)
+            await writer.drain()
+
+
+@dataclass(frozen=True)
+class FromSurvivor:
+    """A starting point: the state of a complete step, in this process's memory or in another worker's.
+
+    Its tensors are those that the last attempt trained, or copies that were sent.
+    """
+
+    order: LiveOrder
+    holder: LiveHolder
+
+    def load(
+        self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
+    ) -> tuple[Any, dict[str, Any]]:
+        kept = self.holder.kept
+        if kept is None:
+            kept = KeptState(self.order.held, _copy_from(self.order.endpoint, self.order.held))
+            self.holder.keep(kept)
+        return _copy_containers(kept.state), rank_state.after_step(self.order.small, self.order.held.positions)
+
+
+def _copy_from(endpoint: Endpoint | None, held: HeldStep) -> Any:
+    """Copy the state from another worker.
+
+    Raises:
+        CheckpointNotFoundError: It is not there any more, or the copy did not arrive.
+    """
+    if endpoint is None:
+        raise UsageError(
+            "load_checkpoint() was called after live_state().step(), without a checkpoint since: call it once, before training."
+        )
+    where = f"the state of step {held.id.step} on another worker"
+    try:
+        with (
+            connect(endpoint, {"kind": _KIND, "step": list(held.id)}, _SILENCE_S) as line,
+            line.makefile("rb") as stream,
+        ):
+            line.settimeout(_SILENCE_S)
+            return read_state(stream, where)
+    except (OSError, CheckpointError) as error:
+        raise CheckpointNotFoundError(f"{where} could not be copied: {type(error).__name__}: {error}") from error
+
+
+def _copy_containers(state: Any) -> Any:
+    """Copy dicts and lists, so that the caller may change them; tensors stay the same objects."""
+    if isinstance(state, dict):
+        copied = state.copy()
+        for key, value in state.items():
+            copied[key] = _copy_containers(value)
+        return copied
+    return [_copy_containers(each) for each in state] if isinstance(state, list) else state
