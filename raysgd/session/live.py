@@ -40,6 +40,9 @@ class Attempt(Protocol):
 #: Steps after which the tensors of the state are the same objects.
 _SETTLED_AFTER = 3
 
+#: Optimizers of which each rank may hold a shard: torch's, and that of raysgd's engine.
+_SHARDING = frozenset({"ZeroRedundancyOptimizer", "EngineOptimizer"})
+
 
 @final
 class KeptState:
@@ -260,10 +263,11 @@ class LiveState:
     def _check_is_whole(self) -> None:
         for name, given in self._objects.items():
             tensors = given.parameters() if _is_module(given) else ()
-            if type(given).__name__ == "ZeroRedundancyOptimizer" or any(hasattr(each, "to_local") for each in tensors):
+            is_shard = not _SHARDING.isdisjoint(base.__name__ for base in type(given).__mro__)
+            if is_shard or any(hasattr(each, "to_local") for each in tensors):
                 raise UsageError(
-                    f"live_state({name}=...): each rank holds a shard of it, and the shards of a dead rank are nowhere else. Use "
-                    "save_checkpoint with CheckpointConfig(keep_in_memory=True), which copies them to another node."
+                    f"live_state({name}=...): each rank may hold a shard of it, and those of a dead rank are nowhere "
+                    "else. Use save_checkpoint with CheckpointConfig(keep_in_memory=True), which copies them to another node."
                 )
 
 
