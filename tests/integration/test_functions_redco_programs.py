@@ -63,10 +63,7 @@ def found(request: pytest.FixtureRequest, ray_cluster: dict[str, Any], tmp_path_
 
 
 @pytest.mark.parametrize("family", REDCO_GAVE)
-def test_program_gives_the_numbers_of_redco(family: str, found: dict[str, Any], request: Any) -> None:
-    if family == "differential privacy" and "2 workers" in request.node.name:
-        wrong = "the gradient of a convolution for each row is wrong where the rows are sharded"
-        request.applymarker(pytest.mark.xfail(reason=wrong, strict=True))
+def test_program_gives_the_numbers_of_redco(family: str, found: dict[str, Any]) -> None:
     numbers = found[family]
     assert isinstance(numbers, list), numbers
     np.testing.assert_allclose(numbers, REDCO_GAVE[family], rtol=0, atol=1e-4)

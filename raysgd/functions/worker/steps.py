@@ -30,6 +30,7 @@ from raysgd.functions.sharding import DATA_AXIS, MODEL_AXIS, ShardingPlan, plan_
 from raysgd.functions.stored_arrays import StoredArray
 from raysgd.functions.worker.losses import Loss, as_loss, sum_of_losses
 from raysgd.functions.worker.random_rows import key_of_rows
+from raysgd.functions.worker.row_convolutions import Step
 from raysgd.functions.worker.train_state import (
     StepState,
     TrainState,
@@ -164,18 +165,26 @@ class Steps:
         self._steps_per_update = steps_per_update
         self._is_loss_of_rows: dict[bool, bool] = {}
         self._placed_counts: dict[int, Any] = {}
-        self._train = jax.jit(
+        self._train = self._compiled(
+            "train",
             self._train_step if train_step_fn is None else self._own_train_step,
+            num_parts=self._num_micro,
             donate_argnums=0,
             out_shardings=(self._shardings, self._replicated),
         )
-        self._eval = jax.jit(self._eval_step, out_shardings=self._replicated)
-        self._predict = jax.jit(self._pred_step, out_shardings=self._replicated)
+        self._eval = self._compiled("eval_loss", self._eval_step, out_shardings=self._replicated)
+        self._predict = self._compiled("predict", self._pred_step, batch_at=2, out_shardings=self._replicated)
         if optimizer is not None and self._shardings is not None:
             self._init = jax.jit(
                 lambda params, step: set_schedule_step(optimizer.init(params), step // (steps_per_update or 1)),
                 out_shardings=self._shardings.opt_state,
             )
+
+    def _compiled(self, name: str, function: Callable[..., Any], *, batch_at: int = 1, **settings: Any) -> Step:
+        def forget() -> None:
+            self.num_compilations[name] -= 1
+
+        return Step(function, self._mesh, batch_at=batch_at, on_dropped=forget, **settings)
 
     # ---------------------------------------------------------------------------------------------------- placing
 
