@@ -23,7 +23,7 @@ from raysgd.errors import StorageError
 from raysgd.result import RunInfo
 from raysgd.session import context
 from raysgd.session.events import Ended, Entered, Failed, Left, Returned, Sample, WorkerEvent
-from raysgd.session.progress import Spent
+from raysgd.session.progress import Progress
 from raysgd.workers.orders import AttemptOrder, RunOrder, WorkerTask
 from raysgd.workers.pickling import loads
 from raysgd.workers.process.attempt import Attempt, Sampler, TrainingCheck, WorkerCallbacks
@@ -241,7 +241,7 @@ def test_sample_is_of_the_workers_own_gpu(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 if device is None else 100 * device)
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: 1 if device is None else 10 * device)
     monkeypatch.setattr("ray.util.metrics.Gauge", lambda *args, **settings: Mock())
-    sample = Sampler({"rank": 0}).sample(num_reports=0, spent=Spent())
+    sample = Sampler({"rank": 0}).sample(Mock(num_reports=0, progress=Progress()))
     assert (sample["gpu_memory_bytes"], sample["gpu_percent"]) == (memory, percent)
 
 
@@ -342,9 +342,9 @@ def test_sample_has_the_gpu_of_a_process_without_torch(monkeypatch: pytest.Monke
     nvml.nvmlDeviceGetUtilizationRates.side_effect = lambda handle: {"handle": Mock(gpu=70)}[handle]
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{name},9")
-    sample = Sampler({"rank": 0}).sample(0, Spent())
+    sample = Sampler({"rank": 0}).sample(Mock(num_reports=0, progress=Progress()))
     assert (sample["gpu_memory_bytes"], sample["gpu_percent"]) == (5, 70)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    sample = Sampler({"rank": 0}).sample(0, Spent())
+    sample = Sampler({"rank": 0}).sample(Mock(num_reports=0, progress=Progress()))
     assert (sample["gpu_memory_bytes"], sample["gpu_percent"]) == (None, None)
     assert len(sample["output_bytes"]) in (0, 2)
