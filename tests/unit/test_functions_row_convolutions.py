@@ -40,7 +40,9 @@ def of_row(params: Any, row: Any) -> Any:
     return jnp.square(jnp.tanh(out)).mean()
 
 
-def clipped_step(rng: Any, state: Any, batch: Any, loss_fn: Any, lr_schedule_fn: Any, mesh: Any, compute_dtype: Any) -> Any:
+def clipped_step(
+    rng: Any, state: Any, batch: Any, loss_fn: Any, lr_schedule_fn: Any, mesh: Any, compute_dtype: Any
+) -> Any:
     """A step of differentially private training: gradients of each row are clipped."""
     losses, grads = jax.vmap(jax.value_and_grad(of_row), (None, 0))(state.params, batch["x"])
     norms = jnp.sqrt(sum(jnp.square(leaf).sum(axis=(1, 2, 3, 4)) for leaf in jax.tree.leaves(grads)))
