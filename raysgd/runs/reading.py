@@ -67,7 +67,7 @@ def read_run(folder: Storage, reduce: Mapping[str, str] | None = None) -> Stored
 def read_events(folder: Storage) -> list[Event]:
     """Read the events of a run so far, with the samples of its workers, oldest first. Errors as for `read_run`."""
     with reading(folder):
-        new = JournalTail(folder, only_events=True).read()
+        new = JournalTail(folder, reports=False).read()
         return [Event(**frame.data) for frame in new if frame.kind == frames.EVENT]
 
 

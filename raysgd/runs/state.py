@@ -102,7 +102,7 @@ class StateReader:
     def __init__(self, folder: Storage) -> None:
         self.events: list[Event] = []
         self._folder = folder
-        self._tail = JournalTail(folder, only_events=True)
+        self._tail = JournalTail(folder, reports=False, samples=False)
         self._sequence: list[Frame] = []
         self._first_s = self._last_s = 0.0
         self._description: dict[str, Any] = {}

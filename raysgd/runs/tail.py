@@ -25,7 +25,8 @@ class JournalTail:
     Args:
         storage: The run's folder.
         clock: Returns seconds that only grow.
-        only_events: Leave out reports, and samples but for the last event of each read: most events are samples.
+        reports: Whether to read reports.
+        samples: Whether to read samples, which most events are; else at most the last one of each read.
 
     Attributes:
         last_seq: The number of the last frame that was returned; -1 before the first.
@@ -34,14 +35,19 @@ class JournalTail:
     """
 
     def __init__(
-        self, storage: Storage, clock: Callable[[], float] = time.monotonic, *, only_events: bool = False
+        self,
+        storage: Storage,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        reports: bool = True,
+        samples: bool = True,
     ) -> None:
         self.last_seq = -1
         self.is_behind = False
         self.is_closed = False
         self._storage = storage
         self._clock = clock
-        self._only_events = only_events
+        self._has_reports, self._has_samples = reports, samples
         self._offsets: dict[str, int] = {}
         self._complete: set[str] = set()
         self._waiting: list[Frame] = []
@@ -60,10 +66,10 @@ class JournalTail:
         """
         events, reports = journal_files(self._storage)
         self._read_files(*events)
-        if not self._only_events:
+        if self._has_reports:
             self._read_files(*reports, max_bytes=max_bytes)
         self._waiting.sort(key=lambda frame: frame.seq)
-        return list(self._take((is_final and not self.is_behind) or self._only_events))
+        return list(self._take((is_final and not self.is_behind) or not self._has_reports))
 
     def _read_files(
         self, names: list[str], to_frame: Callable[[bytes], Frame], *, max_bytes: int | None = None
@@ -78,7 +84,7 @@ class JournalTail:
             end = data.rfind(b"\n") + 1  # the last line may be half written
             self._offsets[name] = offset + end
             lines = [line for line in data[:end].split(b"\n") if line]
-            if self._only_events:
+            if not self._has_samples:
                 lines = [line for line in lines[:-1] if not _SAMPLE.match(line)] + lines[-1:]
             self._waiting += [parse_line(line, to_frame, where) for line in lines]
             left = None if left is None else left - len(data)
