@@ -297,11 +297,11 @@ class SimulatedGroup(real.WorkerGroup):
         self.has_ordered = asyncio.Event()
         self._num_ordered = 0
 
-    async def get_ready(self, *, keep_size: bool = False, is_run: bool = True) -> list[str]:
+    async def get_ready(self, *, keep_size: bool = False, run_id: str = "") -> list[str]:
         self.has_ordered.clear()
         self._num_ordered = 0
         self.formed.append(Formed())
-        return await super().get_ready(keep_size=keep_size, is_run=is_run)
+        return await super().get_ready(keep_size=keep_size, run_id=run_id)
 
     async def open_rendezvous(self) -> str:
         opened = await super().open_rendezvous()

@@ -407,7 +407,7 @@ def test_each_shape_of_a_batch_is_compiled_once(mlp: Any) -> None:
         state, _ = steps.train(state, batch)
         steps.eval_loss(state, batch)
     assert steps.num_compilations == {"train": 2, "eval_loss": 2, "predict": 0}
-    assert steps._train._cache_size() == 2
+    assert steps._train._jitted._cache_size() == 2
 
 
 # ---------------------------------------------------------------------------------------------------------- collectives
