@@ -189,9 +189,8 @@ class LinesDisplay:
         took = duration((self._clock() if self._end_at is None else self._end_at) - self._start_at)
         reason = "" if error is None else f": {one_line(error)}"
         state = end_state(error, self._outcome)
-        text = f"{state} after {took}, {self._num_results} results{reason}{warnings_text(self._info)}"
-        goodput = goodput_text(self._info)
-        self._print(f"{text}; {goodput}" if goodput else text)
+        goodput = f"; {text}" if (text := goodput_text(self._info)) else ""
+        self._print(f"{state} after {took}, {self._num_results} results{reason}{goodput}{warnings_text(self._info)}")
 
     def _is_earlier(self, timestamp: float) -> bool:
         """Return whether all that has come so far was before this display, which attached to the run."""
