@@ -412,11 +412,11 @@ def test_callback_ends_a_training_early_with_a_checkpoint(deployer: Deployer) ->
 
 @shared
 def test_mistakes_in_functions_are_explained(deployer: Deployer) -> None:
-    def vector_loss(train_rng: Any, state: Any, params: Any, batch: Any, is_training: bool) -> Any:
-        return logits_of(params, batch)[:, 0]
+    def table_loss(train_rng: Any, state: Any, params: Any, batch: Any, is_training: bool) -> Any:
+        return logits_of(params, batch)[:, :2]
 
-    with pytest.raises(ConfigError, match=r"loss_fn returned an array of shape \(16,\)"):
-        run_fit(make_trainer(deployer, loss_fn=vector_loss))
+    with pytest.raises(ConfigError, match=r"loss_fn returned an array of shape \(16, 2\)"):
+        run_fit(make_trainer(deployer, loss_fn=table_loss))
 
     def lost_loss(train_rng: Any, state: Any, params: Any, batch: Any, is_training: bool) -> Any:
         return loss_fn(train_rng, state, params, batch, is_training) * jax.numpy.nan
