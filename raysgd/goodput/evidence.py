@@ -121,6 +121,17 @@ class Evidence:
         """Seconds of a step: the median over the ranks; 0 without any."""
         return median(pace.step_s for pace in self.paces.values()) if self.paces else 0.0
 
+    def gain_without(self, use: str) -> float | None:
+        """Return how many times as many steps are made in a time without a use, all else being equal; None without steps."""
+        if not self.step_s:
+            return None
+        return gain_of(self.step_s, median(pace.uses.get(use, 0.0) for pace in self.paces.values()))
+
+
+def gain_of(step_s: float, saved_s: float) -> float:
+    """Return how many times as many steps are made in a time, if each takes ``saved_s`` less than ``step_s``."""
+    return step_s / max(step_s - saved_s, 1e-9)
+
 
 def _paces(readings: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, Pace]:
     """Return how the steps of each rank went, between its first and last readings after a step; of one reading, all its steps."""
@@ -133,7 +144,8 @@ def _paces(readings: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, Pac
         if len(made) < 2 or (steps := made[-1]["steps"] - made[0]["steps"]) < MIN_STEPS:
             continue
         first, last = made[0], made[-1]
-        uses = {use: (seconds - first["uses"].get(use, 0.0)) / steps for use, seconds in last["uses"].items()}
+        spent = {use: seconds - first["uses"].get(use, 0.0) for use, seconds in last["uses"].items()}
+        uses = {use: seconds / steps for use, seconds in spent.items() if use != "script"}  # which is between steps
         cpu_wait_s, memory_wait_s = (_added(made, name) / steps for name in ("cpu_wait_s", "memory_wait_s"))
         found[rank] = Pace(steps, sum(uses.values()), uses, cpu_wait_s, memory_wait_s, has_first)
     return found

@@ -37,8 +37,3 @@ def find_causes(evidence: Evidence, rules: Sequence[Rule]) -> list[Finding]:
     """Return what the rules find, the costliest first; none below `MIN_SHARE`."""
     found = [finding for rule in rules if (finding := rule(evidence)) is not None and finding.share >= MIN_SHARE]
     return sorted(found, key=lambda finding: finding.share, reverse=True)
-
-
-def gain_of(step_s: float, saved_s: float) -> float:
-    """Return how many times as many steps are made in a time, if each takes ``saved_s`` less than ``step_s``."""
-    return step_s / max(step_s - saved_s, 1e-9)

@@ -32,6 +32,7 @@ WORDS = {
     "evaluation": "evaluation",
     "data": "waiting for data",
     "waiting": "waiting for other ranks",
+    "script": "waiting for the script",
     "compiling": "compiling",
     "checkpoint": "checkpoints",
     "callbacks": "callbacks",

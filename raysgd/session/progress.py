@@ -24,7 +24,7 @@ class Spent(NamedTuple):
         total_s: Seconds since train_func was entered.
         data_s: Seconds of these in reading batches.
         checkpoint_s: Seconds in ``save_checkpoint``.
-        waiting_s: Seconds in waiting for other ranks.
+        waiting_s: Seconds in waiting for other ranks, or for the driver's script.
     """
 
     steps: int = 0
@@ -145,9 +145,9 @@ class Stopwatch:
 
 #: What the time of train_func is used for: before the first batch or report, and afterwards outside all other uses.
 SETUP, TRAINING = "setup", "training"
-#: The uses that are measured: reading batches, ``save_checkpoint``, waiting for other ranks, compiling, evaluations, callbacks
-#: of the worker, and Python's garbage collector.
-DATA, CHECKPOINT, WAITING = "data", "checkpoint", "waiting"
+#: The uses that are measured: reading batches, ``save_checkpoint``, waiting for other ranks, waiting for what the driver's script
+#: gives, compiling, evaluations, callbacks of the worker, and Python's garbage collector.
+DATA, CHECKPOINT, WAITING, SCRIPT = "data", "checkpoint", "waiting", "script"
 COMPILING, EVALUATION, CALLBACKS, GARBAGE = "compiling", "evaluation", "callbacks", "garbage"
 
 
@@ -160,6 +160,7 @@ class Progress:
         data: Runs while a batch is read.
         checkpoint: Runs in ``save_checkpoint``, which waits for storage that is slower than saves are made.
         waiting: Runs while the rank is known to wait for others.
+        script: Runs while all ranks wait for what the driver's script gives to the run.
         compiling, evaluation, callbacks, garbage: Run in these.
     """
 
@@ -167,7 +168,7 @@ class Progress:
         self._uses = uses = Uses(clock)
         self._setup, self._training = uses.base, Stopwatch(uses)
         self.data, self.checkpoint, self.waiting = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
-        self.compiling, self.evaluation = Stopwatch(uses), Stopwatch(uses)
+        self.script, self.compiling, self.evaluation = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
         self.callbacks, self.garbage = Stopwatch(uses), Stopwatch(uses)
         self._clock = clock
         self._calls = 0
@@ -209,7 +210,8 @@ class Progress:
             self._steps = count
             total_s = now - self._entered_at
             # One assignment: a thread that reads meanwhile does not mix two steps. A plain tuple is made fastest.
-            self._spent = (count, total_s, self.data.seconds, self.checkpoint.seconds, self.waiting.seconds)
+            waiting_s = self.waiting.seconds + self.script.seconds
+            self._spent = (count, total_s, self.data.seconds, self.checkpoint.seconds, waiting_s)
 
     def uses(self) -> dict[str, float]:
         """Return what the time since train_func was entered was used for, in seconds, which add up to all of it.
@@ -223,6 +225,7 @@ class Progress:
             DATA: self.data,
             CHECKPOINT: self.checkpoint,
             WAITING: self.waiting,
+            SCRIPT: self.script,
             COMPILING: self.compiling,
             EVALUATION: self.evaluation,
             CALLBACKS: self.callbacks,

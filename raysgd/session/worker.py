@@ -284,7 +284,7 @@ class WorkerSession(Session):
 
     def take(self, number: int) -> Any:
         """Wait for a piece that the driver gives to the run; every rank may take each, and again after a failure."""
-        with self.progress.waiting:
+        with self.progress.script:
             while True:
                 self.check_live()
                 self.progress.mark("take")

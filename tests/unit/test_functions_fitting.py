@@ -18,7 +18,6 @@ from raysgd.functions import Deployer, Predictor, Trainer
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
-backends = pytest.importorskip("jax.extend").backend
 pytestmark = pytest.mark.jax
 
 from raysgd.functions.examples import call_by_name  # noqa: E402
@@ -27,6 +26,7 @@ from raysgd.functions.worker.steps import Steps  # noqa: E402
 from raysgd.functions.worker.train_state import restore_arrays  # noqa: E402
 from raysgd.session import api  # noqa: E402
 from support.functions_local import LocalRuns  # noqa: E402
+from support.jax_devices import cpu_devices  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
 EXAMPLES = [{"id": number, "x": RANDOM.normal(size=3).astype(np.float32)} for number in range(10)]
@@ -35,12 +35,8 @@ PARAMS = {"up": {"kernel": np.ones((3, 4), np.float32)}, "down": {"kernel": np.f
 
 @pytest.fixture(scope="module", autouse=True)
 def one_device() -> Iterator[None]:
-    before = jax.config.jax_num_cpu_devices
-    backends.clear_backends()
-    jax.config.update("jax_num_cpu_devices", 1)
-    yield
-    backends.clear_backends()
-    jax.config.update("jax_num_cpu_devices", before)
+    with cpu_devices(1):
+        yield
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
-backends = pytest.importorskip("jax.extend").backend
 pytestmark = pytest.mark.jax
 
 from support.functions_local import LocalRuns  # noqa: E402
+from support.jax_devices import cpu_devices  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
 EXAMPLES = [{"x": RANDOM.normal(size=8).astype(np.float32)} for _ in range(24)]
@@ -27,12 +27,8 @@ EXAMPLES = [{"x": RANDOM.normal(size=8).astype(np.float32)} for _ in range(24)]
 
 @pytest.fixture(scope="module", autouse=True)
 def four_devices() -> Iterator[None]:
-    before = jax.config.jax_num_cpu_devices
-    backends.clear_backends()
-    jax.config.update("jax_num_cpu_devices", 4)
-    yield
-    backends.clear_backends()
-    jax.config.update("jax_num_cpu_devices", before)
+    with cpu_devices(4):
+        yield
 
 
 def make_deployer(folder: Path, shards: int = 1) -> Deployer:

@@ -20,11 +20,11 @@ jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 nnx = pytest.importorskip("flax.nnx")
 ocp = pytest.importorskip("orbax.checkpoint")
-backends = pytest.importorskip("jax.extend").backend
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 pytestmark = pytest.mark.jax
 
 from support.functions_local import LocalRuns  # noqa: E402
+from support.jax_devices import cpu_devices  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
 PARAMS = {
@@ -37,12 +37,8 @@ OPTIMIZER = optax.adamw(1e-2)
 
 @pytest.fixture(scope="module", autouse=True)
 def four_devices() -> Iterator[None]:
-    before = jax.config.jax_num_cpu_devices
-    backends.clear_backends()
-    jax.config.update("jax_num_cpu_devices", 4)
-    yield
-    backends.clear_backends()
-    jax.config.update("jax_num_cpu_devices", before)
+    with cpu_devices(4):
+        yield
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from raysgd.errors import ConfigError
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 nn = pytest.importorskip("flax.linen")
-backends = pytest.importorskip("jax.extend").backend
 pytestmark = pytest.mark.jax
 
 import jax.numpy as jnp  # noqa: E402
@@ -30,6 +29,7 @@ from raysgd.functions.worker import train_state  # noqa: E402
 from raysgd.functions.worker.random_rows import key_of_rows  # noqa: E402
 from raysgd.functions.worker.steps import Steps, mesh_of  # noqa: E402
 from support import functions_models as models  # noqa: E402
+from support.jax_devices import cpu_devices  # noqa: E402
 
 MLP = models.Mlp((48, 4))
 VOCABULARY = 97  # does not divide
@@ -48,12 +48,8 @@ SCHEDULE = optax.linear_schedule(0.1, 0.0, 4)
 
 @pytest.fixture(scope="module", autouse=True)
 def eight_devices() -> Iterator[None]:
-    before = jax.config.jax_num_cpu_devices
-    backends.clear_backends()
-    jax.config.update("jax_num_cpu_devices", 8)
-    yield
-    backends.clear_backends()
-    jax.config.update("jax_num_cpu_devices", before)
+    with cpu_devices(8):
+        yield
 
 
 @pytest.fixture(scope="module")

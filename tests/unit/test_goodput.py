@@ -249,6 +249,16 @@ def test_a_first_compilation_belongs_to_the_start() -> None:
     assert found.cause == "start" and found.share == pytest.approx(6 / 11)
 
 
+def test_waiting_for_the_script_is_no_cause() -> None:
+    assert stepping(2, each={"training": 0.02, "script": 0.08}) == []
+
+
+def test_gain_without_an_overhead_is_that_of_a_step() -> None:
+    (found,) = stepping(2, each={"training": 0.02, "script": 0.06, "callbacks": 0.02})
+    assert (found.cause, found.share) == ("callbacks", pytest.approx(0.2, abs=0.01))
+    assert found.gain == pytest.approx(2)
+
+
 def test_exchanging_that_takes_long_is_no_straggler() -> None:
     assert [each.cause for each in stepping(4, each={"training": 0.02, "waiting": 0.03})] == ["collectives"]
 

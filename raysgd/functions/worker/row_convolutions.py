@@ -1,13 +1,14 @@
 """Steps with a convolution for each row, such as its gradient for each row. Each device computes all rows of such a step.
 
 ``jax.vmap`` makes one convolution of them, with a group for each row. Where rows are sharded, XLA's partitioner computes wrong
-values of some of them without a word (JAX 0.10.2; 0.4.35 raises an internal error): those of ``vmap(grad(conv))`` were wrong by
-87 % of the largest. Gradients of a batch are right, also those of a loss for each row.
+values of some of them without a word (JAX 0.10.2; 0.4.35 raises an internal error): gradients of kernels for each row were wrong
+by up to 99 % of the largest, with strides, with dilation and in transposed layers, too. Gradients of a batch are right, also
+those of a loss for each row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from raysgd._util.logs import get_logger
 
 
-class Step:
+class CompiledStep:
     """A compiled step, which finds out at its first call whether it has such convolutions.
 
     Args:
@@ -56,9 +57,12 @@ class Step:
 
     def _check(self, args: tuple[Any, ...]) -> None:
         self._is_checked = True
+        leaves = [len(jax.tree.leaves(each)) for each in args]
         rows = -(-jax.tree.leaves(args[self._batch_at])[0].shape[0] // self._num_parts)
-        traced = self._jitted.trace(*args)  # which the first call uses
-        if rows < 2 or not any(groups % rows == 0 for groups in _groups_in(traced.jaxpr.jaxpr) if groups > 1):
+        search = _Search(rows)
+        program = self._jitted.trace(*args).jaxpr.jaxpr  # which the first call uses
+        search.follow(program, [at == self._batch_at for at, number in enumerate(leaves) for _ in range(number)])
+        if rows < 2 or not search.has_found:
             return
         get_logger().warning(
             "a step has a convolution for each row, which XLA computes wrong where rows are on several devices: each device "
@@ -74,13 +78,54 @@ class Step:
         self._jitted = jax.jit(whole, **self._settings)
 
 
-def _groups_in(jaxpr: Any) -> Iterator[int]:
-    """Yield the numbers of groups of the convolutions in a program."""
-    for equation in jaxpr.eqns:
+class _Search:
+    """Finds convolutions for each row in a program, by following what depends on the batch.
+
+    They have a group, or several, for each row, and a kernel that depends on the batch: another one for each row, or the gradient
+    of the output. A depthwise layer has groups too, but one kernel for all rows.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self.has_found = False
+
+    def follow(self, jaxpr: Any, is_given: Sequence[bool]) -> list[bool]:
+        """Return for each output whether it depends on the inputs that are given."""
+        known = {variable for variable, is_one in zip(jaxpr.invars, is_given, strict=True) if is_one}
+
+        def depends(variables: Sequence[Any]) -> list[bool]:
+            return [not hasattr(each, "val") and each in known for each in variables]  # a literal has a value
+
+        for equation in jaxpr.eqns:
+            found = self._through(equation, depends(equation.invars))
+            known.update(variable for variable, is_one in zip(equation.outvars, found, strict=True) if is_one)
+        return depends(jaxpr.outvars)
+
+    def _through(self, equation: Any, is_given: list[bool]) -> list[bool]:
         if equation.primitive.name == "conv_general_dilated":
-            yield max(equation.params["feature_group_count"], equation.params["batch_group_count"])
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _groups_in(inner)
+            groups = equation.params["feature_group_count"]
+            self.has_found |= groups > 1 and groups % self._rows == 0 and is_given[1]
+        inner = [getattr(each, "jaxpr", each) for each in _programs_in(equation.params)]
+        if equation.primitive.name == "scan":
+            return self._through_scan(inner[0], equation.params, is_given)
+        if len(inner) == 1 and len(inner[0].invars) == len(is_given):
+            return self.follow(inner[0], is_given)
+        for each in inner:  # such as the branches of a condition
+            self.follow(each, [any(is_given)] * len(each.invars))
+        return [any(is_given)] * len(equation.outvars)
+
+    def _through_scan(self, body: Any, settings: Any, is_given: list[bool]) -> list[bool]:
+        first, number = settings["num_consts"], settings["num_carry"]
+        while True:
+            found = self.follow(body, is_given)
+            carried = [old or new for old, new in zip(is_given[first : first + number], found, strict=False)]
+            if carried == is_given[first : first + number]:
+                return found
+            is_given = [*is_given[:first], *carried, *is_given[first + number :]]
+
+
+def _programs_in(settings: Any) -> Iterator[Any]:
+    for value in settings.values():
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(getattr(each, "jaxpr", each), "eqns"):
+                yield each

@@ -30,7 +30,7 @@ from raysgd.functions.sharding import DATA_AXIS, MODEL_AXIS, ShardingPlan, plan_
 from raysgd.functions.stored_arrays import StoredArray
 from raysgd.functions.worker.losses import Loss, as_loss, sum_of_losses
 from raysgd.functions.worker.random_rows import key_of_rows
-from raysgd.functions.worker.row_convolutions import Step
+from raysgd.functions.worker.row_convolutions import CompiledStep
 from raysgd.functions.worker.train_state import (
     StepState,
     TrainState,
@@ -180,11 +180,11 @@ class Steps:
                 out_shardings=self._shardings.opt_state,
             )
 
-    def _compiled(self, name: str, function: Callable[..., Any], *, batch_at: int = 1, **settings: Any) -> Step:
+    def _compiled(self, name: str, function: Callable[..., Any], *, batch_at: int = 1, **settings: Any) -> CompiledStep:
         def forget() -> None:
             self.num_compilations[name] -= 1
 
-        return Step(function, self._mesh, batch_at=batch_at, on_dropped=forget, **settings)
+        return CompiledStep(function, self._mesh, batch_at=batch_at, on_dropped=forget, **settings)
 
     # ---------------------------------------------------------------------------------------------------- placing
 

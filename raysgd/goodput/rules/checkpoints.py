@@ -18,5 +18,5 @@ def find(evidence: Evidence) -> Finding | None:
         share,
         f"train_func stood {share:.0%} of the time in save_checkpoint, {number} times.",
         f"save {every} or to faster storage.",
-        1 / max(1 - share, 1e-9),
+        evidence.gain_without("checkpoint"),
     )

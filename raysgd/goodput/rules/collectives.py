@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from raysgd.goodput.evidence import Evidence
-from raysgd.goodput.findings import Finding, gain_of
+from raysgd.goodput.evidence import Evidence, gain_of
+from raysgd.goodput.findings import Finding
 
 #: Below this part of a step, exchanging is what data parallelism costs.
 SHARE = 0.2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statistics import median
 
-from raysgd.goodput.evidence import Evidence
-from raysgd.goodput.findings import Finding, gain_of
+from raysgd.goodput.evidence import Evidence, gain_of
+from raysgd.goodput.findings import Finding
 
 #: A rank waits more than the others if it waits this many times as long, and this part of its step longer.
 FACTOR, EXCESS = 2.0, 0.05

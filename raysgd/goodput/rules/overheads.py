@@ -28,7 +28,7 @@ def find_compiling(evidence: Evidence) -> Finding | None:
         share,
         f"steps after the first ones compiled again, which took {share:.0%} of the time.",
         "give all batches the same shape (pad the shorter ones), and pass what changes as arrays, not as Python values.",
-        1 / max(1 - share, 1e-9),
+        evidence.gain_without("compiling"),
     )
 
 
@@ -61,4 +61,4 @@ def find_garbage_collection(evidence: Evidence) -> Finding | None:
 
 def _overhead(evidence: Evidence, cause: str, use: str, text: str, remedy: str) -> Finding | None:
     share = evidence.share(use)
-    return Finding(cause, share, text.format(share=share), remedy, 1 / max(1 - share, 1e-9))
+    return Finding(cause, share, text.format(share=share), remedy, evidence.gain_without(use))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statistics import median
 
-from raysgd.goodput.evidence import Evidence, Pace
-from raysgd.goodput.findings import Finding, gain_of
+from raysgd.goodput.evidence import Evidence, Pace, gain_of
+from raysgd.goodput.findings import Finding
 
 #: A rank is slow if its own time is above the others' median by this part of a step, and they wait at least half as long for it.
 EXCESS = 0.05
