@@ -19,13 +19,15 @@ from bench.machine import ROOT, describe_machine
 from bench.results import rounded
 from bench.systems.base import wait_for_calm
 from bench.table import make_table, say_met
-from bench.why_causes import CAUSES, Blocking, Cause, compile_again, start_burners, train
+from bench.why_causes import CAUSES, Blocking, Cause, start_burners
+from bench.why_healthy import COMMANDS, HEALTHY, Healthy, data
 
 PUBLISHED, SCRATCH = ROOT / "doc" / "benchmarks", ROOT / "build" / "benchmarks"
 STRENGTHS = ("weak", "medium", "strong")
 #: First findings that are right; findings in healthy runs; how far a predicted gain may be from what the remedy brought.
 RIGHT_SHARE, NUM_FALSE, GAIN_POINTS = 0.95, 0, 0.10
-NUM_HEALTHY = 20
+#: Healthy runs of each function, and of each command.
+NUM_HEALTHY, NUM_COMMANDS = 4, 4
 
 
 def main() -> None:
@@ -49,38 +51,57 @@ def main() -> None:
 def measure(folder: Path, *, quick: bool, only: str | None) -> dict[str, Any]:
     import ray
 
-    import raysgd
-
-    os.environ.update(RAY_worker_niceness="0", PYTHONPATH=str(ROOT / "benchmarks"))
+    os.environ.update(RAY_worker_niceness="0", PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}")
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    found: dict[str, Any] = {"causes": {}, "healthy": []}
-    trainers: dict[str, Any] = {}
-
-    def trainer_for(backend: str) -> Any:
-        if backend not in trainers:
-            files = raysgd.RunConfig(storage_path=folder / "runs")
-            failures = raysgd.FailureConfig(max_failures=10)
-            workers = 1 if backend == "jax" else 2
-            trainers[backend] = raysgd.Trainer(workers, backend=backend, run_config=files, failure_config=failures)
-            trainers[backend].start()
-        return trainers[backend]
-
+    found: dict[str, Any] = {"causes": {}, "healthy": {}}
     try:
         wait_for_calm()
-        for name, cause in CAUSES.items():
-            if only in (None, name):
-                chosen = range(2, 3) if quick else range(3)
-                found["causes"][name] = [_try(trainer_for(cause.backend), cause, each, folder) for each in chosen]
-        for number in range(2 if quick else NUM_HEALTHY):
-            backend = ("torch", "torch", "jax")[number % 3]
-            function, config = (compile_again, {"stride": 1000}) if backend == "jax" else (train, {})
-            trainer_for(backend).run(function, config)
-            found["healthy"].append([each for each in _why(trainer_for(backend)) if each["cause"] != "start"])
+        for backend, num_workers in sorted({(cause.backend, cause.num_workers) for cause in CAUSES.values()}):
+            with _make_trainer(folder, backend, num_workers) as trainer:
+                for name, cause in CAUSES.items():
+                    if only in (None, name) and (cause.backend, cause.num_workers) == (backend, num_workers):
+                        chosen = range(2, 3) if quick else range(3)
+                        found["causes"][name] = [_try(trainer, cause, each, folder) for each in chosen]
+                        print(name, json.dumps(found["causes"][name], indent=1), flush=True)
+        for backend, num_workers in sorted({(each.backend, each.num_workers) for each in HEALTHY.values()}):
+            if only is not None:
+                break
+            with _make_trainer(folder, backend, num_workers) as trainer:
+                for name, each in HEALTHY.items():
+                    if (each.backend, each.num_workers) == (backend, num_workers):
+                        found["healthy"][name] = _repeat_healthy(trainer, each, 1 if quick else NUM_HEALTHY)
+                        print(name, json.dumps(found["healthy"][name], indent=1), flush=True)
     finally:
-        for trainer in trainers.values():
-            trainer.shutdown()
         ray.shutdown()
+    for name, run in COMMANDS.items() if only is None else ():
+        found["healthy"][name] = []
+        for number in range(1 if quick else NUM_COMMANDS):
+            place = folder / f"{run.__name__}_{number}"
+            place.mkdir()
+            found["healthy"][name].append(_why(run(place)))
+        print(name, json.dumps(found["healthy"][name], indent=1), flush=True)
     return found
+
+
+def _make_trainer(folder: Path, backend: str, num_workers: int) -> Any:
+    """Return a Trainer whose workers are up."""
+    import raysgd
+
+    files = raysgd.RunConfig(storage_path=folder / "runs")
+    failures = raysgd.FailureConfig(max_failures=10)
+    trainer = raysgd.Trainer(num_workers, backend=backend, run_config=files, failure_config=failures)
+    trainer.start()
+    return trainer
+
+
+def _repeat_healthy(trainer: Any, healthy: Healthy, number: int) -> list[list[dict[str, Any]]]:
+    """Run a healthy training some times; the first one, which imports what it needs, does not count."""
+    found = []
+    dataset = data(healthy.num_workers) if healthy.uses_data else None
+    for _ in range(1 + number):
+        trainer.run(healthy.train, {"uses_data": healthy.uses_data}, dataset=dataset)
+        found.append(_why(trainer.run_dir))
+    return found[1:]
 
 
 def _try(trainer: Any, cause: Cause, strength: int, folder: Path) -> dict[str, Any]:
@@ -95,7 +116,7 @@ def _try(trainer: Any, cause: Cause, strength: int, folder: Path) -> dict[str, A
         for burner in burners:
             burner.kill()
             burner.wait()
-    findings = _why(trainer)
+    findings = _why(trainer.run_dir)
     fast_s = None if cause.remedy is None else _run(trainer, cause, {**config, **cause.remedy})
     return {
         "found": [{key: each[key] for key in ("cause", "share", "text", "gain")} for each in findings],
@@ -110,14 +131,14 @@ def _run(trainer: Any, cause: Cause, config: dict[str, Any]) -> float:
     return float(trainer.run(cause.train, config, callbacks=callbacks))
 
 
-def _why(trainer: Any) -> list[dict[str, Any]]:
+def _why(run: Any) -> list[dict[str, Any]]:
     from raysgd.checkpoint.storage.storage import Storage
     from raysgd.goodput.evidence import Evidence
     from raysgd.goodput.findings import find_causes
     from raysgd.goodput.rules import RULES
     from raysgd.runs.reading import read_events
 
-    evidence = Evidence.of(read_events(Storage.from_uri(str(trainer.run_dir))))
+    evidence = Evidence.of(read_events(Storage.from_uri(str(run))))
     return [vars(finding) for finding in find_causes(evidence, RULES)]
 
 
@@ -126,7 +147,7 @@ def _why(trainer: Any) -> list[dict[str, Any]]:
 
 def render(document: dict[str, Any]) -> str:
     """Return the page."""
-    rows, right, total, misses = [], 0, 0, []
+    rows, right, total = [], 0, 0
     gains: list[float] = []
     for name, tries in document["causes"].items():
         for strength, each in zip(STRENGTHS[-len(tries) :], tries, strict=True):
@@ -147,8 +168,11 @@ def render(document: dict[str, Any]) -> str:
                     "-" if brought is None else f"{brought:.2f}x",
                 ]
             )
-    false = [each for found in document["healthy"] for each in found]
-    misses = [f"- A healthy run had: {each['cause']}, {each['share']:.0%}: {each['text']}" for each in false]
+    false = [(name, each) for name, runs in document["healthy"].items() for found in runs for each in found]
+    misses = [
+        f"- A healthy run ({name}) had: {each['cause']}, {each['share']:.0%}: {each['text']}" for name, each in false
+    ]
+    num_healthy = sum(map(len, document["healthy"].values()))
     within = sum(each <= GAIN_POINTS for each in gains)
     machine = document["machine"]
     return "\n".join(
@@ -165,7 +189,8 @@ def render(document: dict[str, Any]) -> str:
             "",
             f"- First finding right: {right} of {total}; the target is {RIGHT_SHARE:.0%}: "
             f"{say_met(right >= RIGHT_SHARE * total)}.",
-            f"- Findings in {len(document['healthy'])} healthy runs: {len(false)}; the target is none: {say_met(not false)}.",
+            f"- Findings in {num_healthy} healthy runs by {len(document['healthy'])} doors and backends "
+            f"({', '.join(document['healthy'])}): {len(false)}; the target is none: {say_met(not false)}.",
             f"- Predicted gain within {GAIN_POINTS:.0%} of what the remedy brought: {within} of {len(gains)}: "
             f"{say_met(within == len(gains))}.",
             *misses,

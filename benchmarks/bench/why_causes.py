@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Cause:
         configs: Its config in each strength, the weakest first.
         remedy: What the config gets instead when the remedy is taken; None: it is not measured.
         backend: The backend of the Trainer.
+        num_workers: The number of workers.
         burners: Processes that use the processor of `RANK` all the time, in each strength.
     """
 
@@ -39,8 +40,8 @@ class Cause:
     configs: tuple[dict[str, Any], ...]
     remedy: dict[str, Any] | None = None
     backend: str = "torch"
+    num_workers: int = 2
     burners: tuple[int, ...] = (0, 0, 0)
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 class Items:
@@ -126,6 +127,52 @@ def _save(config: dict[str, Any], step: int, state: dict[str, Any]) -> None:
         raysgd.save_checkpoint({"step": np.array([step])})
 
 
+class Lengths:
+    """A map-style dataset of lengths: the number of values in a row."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return 2 * STEPS
+
+    def __getitem__(self, index: int) -> int:
+        return self.lengths[(index // 2 * 7 + 3 * raysgd.world_rank()) % len(self.lengths)]
+
+
+def train_on_rows(config: dict[str, Any]) -> float:
+    """Train with DDP on batches whose rows are longer, or more, on one rank; the time of a step depends on its batch."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    model = raysgd.torch.prepare_model(torch.nn.Linear(4, 1))
+    rows = config["rows"][raysgd.world_rank()]
+    loader = DataLoader(
+        Lengths(config["lengths"]), batch_size=1, collate_fn=lambda lengths: torch.ones(rows, max(lengths))
+    )
+    times = []
+    for step, batch in enumerate(raysgd.torch.prepare_data_loader(loader)):
+        time.sleep(config.get("fixed_s", 0.0) + config["value_s"] * batch.numel())
+        model(torch.ones(1, 4)).sum().backward()
+        raysgd.report({"step": step})
+        times.append(time.monotonic())
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def exchange(config: dict[str, Any]) -> float:
+    """Train a tiny model with DDP, in steps that have little else to do."""
+    import torch
+
+    model = raysgd.torch.prepare_model(torch.nn.Linear(2, 2, bias=False))
+    times = []
+    for step in range(30 * STEPS):
+        time.sleep(config["compute_s"])
+        model(torch.ones(1, 2)).sum().backward()
+        raysgd.report({"step": step})
+        times.append(time.monotonic())
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
 def compile_again(config: dict[str, Any]) -> float:
     """Run steps of JAX, whose batches have another shape in each step, or in each n-th one."""
     import jax
@@ -178,6 +225,32 @@ CAUSES: dict[str, Cause] = {
     "deaths": Cause(
         "restarts", train, tuple({"save_every": 25, "dies_at": tuple(range(20, 100, n))} for n in (60, 30, 20))
     ),
+    "checkpoints too seldom": Cause(
+        "restarts", train, tuple({"save_every": 45, "dies_at": dies_at} for dies_at in ((70,), (40, 85), (40, 80, 88)))
+    ),
+    "more rows on one rank": Cause(
+        "uneven batches",
+        train_on_rows,
+        tuple({"lengths": [10], "rows": (10, rows), "value_s": 3e-4} for rows in (13, 20, 30)),
+        {"lengths": [10], "rows": (10, 10)},
+    ),
+    "rows of many lengths": Cause(
+        "uneven batches",
+        train_on_rows,
+        tuple(
+            {"lengths": lengths, "rows": (1, 1), "value_s": 3e-3} for lengths in ([8, 12], [6, 14, 10], [2, 18, 6, 14])
+        ),
+        {"lengths": [10]},
+    ),
+    "small batches": Cause(
+        "small batches",
+        train_on_rows,
+        tuple(
+            {"lengths": [8, 12], "rows": (1, 1), "value_s": each / 10, "fixed_s": STEP_S}
+            for each in (0.03, 0.015, 0.005)
+        ),
+    ),
+    "many messages": Cause("small batches", exchange, tuple({"compute_s": each} for each in (4e-4, 2e-4, 1e-4))),
     "garbage collection": Cause(
         "garbage collection",
         train,
@@ -188,7 +261,7 @@ CAUSES: dict[str, Cause] = {
         "callbacks", train, tuple({"callback_s": part * STEP_S} for part in (0.2, 0.5, 2.0)), {"callback_s": 0.0}
     ),
     "compiling again": Cause(
-        "compiling", compile_again, tuple({"stride": number} for number in (6, 3, 1)), backend="jax"
+        "compiling", compile_again, tuple({"stride": number} for number in (6, 3, 1)), backend="jax", num_workers=1
     ),
     "long start": Cause("start", train, tuple({"setup_s": seconds} for seconds in (3.0, 6.0, 12.0))),
 }
