@@ -146,7 +146,7 @@ def train_on_rows(config: dict[str, Any]) -> float:
     from torch.utils.data import DataLoader
 
     model = raysgd.torch.prepare_model(torch.nn.Linear(4, 1))
-    rows = config["rows"][raysgd.world_rank()]
+    rows = sum(config["rows"]) // 2 if config.get("is_even") else config["rows"][raysgd.world_rank()]
     loader = DataLoader(
         Lengths(config["lengths"]), batch_size=1, collate_fn=lambda lengths: torch.ones(rows, max(lengths))
     )
@@ -231,8 +231,8 @@ CAUSES: dict[str, Cause] = {
     "more rows on one rank": Cause(
         "uneven batches",
         train_on_rows,
-        tuple({"lengths": [10], "rows": (10, rows), "value_s": 3e-4} for rows in (13, 20, 30)),
-        {"lengths": [10], "rows": (10, 10)},
+        tuple({"lengths": [10], "rows": (10, rows), "value_s": 3e-4} for rows in (14, 20, 30)),
+        {"is_even": True},
     ),
     "rows of many lengths": Cause(
         "uneven batches",
