@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident, get_native_id
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Clock = Callable[[], float]
 
@@ -151,6 +152,56 @@ DATA, CHECKPOINT, WAITING, SCRIPT = "data", "checkpoint", "waiting", "script"
 COMPILING, EVALUATION, CALLBACKS, GARBAGE = "compiling", "evaluation", "callbacks", "garbage"
 
 
+class BatchSizes:
+    """Adds up how large the batches of a rank were, and how long it computed with each; from that follows what depends on it.
+
+    Attributes:
+        sums: The number of batches; their rows and their values; the seconds of computing; and over all batches, the sums of
+            values squared, of values times seconds, and of seconds squared.
+    """
+
+    __slots__ = ("_before", "_computing", "_since_s", "sums")
+
+    def __init__(self, computing: Stopwatch) -> None:
+        self.sums = [0.0] * 7
+        self._computing = computing
+        self._since_s = 0.0
+        self._before = (0, 0)
+
+    def add(self, batch: Any) -> None:
+        """Count a batch that the loop gets now, and the seconds of computing since the one before as that one's."""
+        computed_s = self._computing.seconds
+        took_s, self._since_s = computed_s - self._since_s, computed_s
+        (rows, values), self._before = self._before, count_values(batch)
+        if not values:
+            return
+        count, all_rows, all_values, seconds, squares, products, seconds_squared = self.sums
+        # One assignment: a thread that reads meanwhile does not mix two batches.
+        self.sums = [
+            count + 1,
+            all_rows + rows,
+            all_values + values,
+            seconds + took_s,
+            squares + values * values,
+            products + values * took_s,
+            seconds_squared + took_s * took_s,
+        ]
+
+
+def count_values(batch: Any) -> tuple[int, int]:
+    """Return the rows of a batch, by its first array, and the values of all its arrays; of what has none, rows of one value."""
+    if (shape := getattr(batch, "shape", None)) is not None:
+        return (int(shape[0]) if len(shape) else 1), math.prod(shape)
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    if not isinstance(batch, (list, tuple)) or not batch:
+        return 1, 1
+    if not (hasattr(batch[0], "shape") or isinstance(batch[0], (Mapping, list, tuple))):
+        return len(batch), len(batch)
+    counted = [count_values(part) for part in batch]
+    return counted[0][0], sum(values for _, values in counted)
+
+
 class Progress:
     """The session calls of one attempt. The training thread notes them, and other threads read them, without a lock.
 
@@ -162,6 +213,8 @@ class Progress:
         waiting: Runs while the rank is known to wait for others.
         script: Runs while all ranks wait for what the driver's script gives to the run.
         compiling, evaluation, callbacks, garbage: Run in these.
+        batches: The sizes of the batches that were read.
+        sent_bytes: Bytes of the gradients that this rank has averaged with others, as far as that is seen.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -170,6 +223,8 @@ class Progress:
         self.data, self.checkpoint, self.waiting = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
         self.script, self.compiling, self.evaluation = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
         self.callbacks, self.garbage = Stopwatch(uses), Stopwatch(uses)
+        self.batches = BatchSizes(self._training)
+        self.sent_bytes = 0
         self._clock = clock
         self._calls = 0
         self._entered_at = self._marked_at = self._wrote_at = clock()
@@ -233,6 +288,11 @@ class Progress:
         }
         seconds = {use: watch.seconds + since_s * (watch is running) for use, watch in watches.items()}
         return {use: round(spent_s, 4) for use, spent_s in seconds.items() if spent_s > 0}
+
+    def work(self) -> dict[str, Any]:
+        """Return what was read and exchanged since train_func was entered; see `BatchSizes.sums`. Any thread may ask."""
+        sums = self.batches.sums
+        return {"batches": sums, "sent_bytes": self.sent_bytes} if sums[0] or self.sent_bytes else {}
 
     @property
     def spent(self) -> Spent:
