@@ -16,6 +16,8 @@ from raysgd.result import Event
 
 #: Fewer steps of a rank say nothing about its steps.
 MIN_STEPS = 5
+#: The first steps are looked at too, where this part of all steps came after the first reading at most.
+FEW_LATER = 0.25
 #: The time of an attempt is looked at in so many windows at most, in which each rank has a reading.
 MAX_WINDOWS = 32
 #: So many standard errors lie between what batches show about their cost, and what is taken to be certain.
@@ -263,8 +265,8 @@ class _Readings:
             self._moments.setdefault(rank, []).append(event.timestamp)
 
     def paces(self) -> dict[int, Pace]:
-        """Return how the steps of each rank went, between its first and last readings; of one reading, all its steps."""
-        found = {rank: _pace(made) for rank, made in self._of_rank.items()}
+        """Return how the steps of each rank went."""
+        found = {rank: _pace(made, may_have_first=True) for rank, made in self._of_rank.items()}
         return {rank: pace for rank, pace in found.items() if pace is not None}
 
     def windows(self) -> list[Window]:
@@ -287,13 +289,16 @@ class _Readings:
         return found
 
 
-def _pace(made: Sequence[Mapping[str, Any]]) -> Pace | None:
-    if has_first := len(made) == 1:
-        setup_s = {use: seconds for use, seconds in made[0]["uses"].items() if use == "setup"}
-        made = [{"steps": 0, "uses": setup_s, "sent_bytes": 0}, made[0]]
-    if len(made) < 2 or (steps := made[-1]["steps"] - made[0]["steps"]) < MIN_STEPS:
-        return None
+def _pace(made: Sequence[Mapping[str, Any]], *, may_have_first: bool = False) -> Pace | None:
+    """Return the steps between the first and last readings, or all up to the last, where nearly all came before the first."""
     first, last = made[0], made[-1]
+    if has_first := may_have_first and last["steps"] - first["steps"] < max(MIN_STEPS, last["steps"] * FEW_LATER):
+        setup_s = {use: seconds for use, seconds in last["uses"].items() if use == "setup"}
+        first = {"steps": 0, "uses": setup_s, "sent_bytes": 0}
+        made = [first, *made]
+    steps = last["steps"] - first["steps"]
+    if steps < MIN_STEPS:
+        return None
     spent = {use: seconds - first["uses"].get(use, 0.0) for use, seconds in last["uses"].items()}
     uses = {use: seconds / steps for use, seconds in spent.items() if use != "script"}  # which is between steps
     cpu_wait_s, memory_wait_s, sent_bytes = (

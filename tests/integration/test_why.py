@@ -186,7 +186,7 @@ def test_a_callback_that_waits(trainer: raysgd.Trainer) -> None:
     [
         ({"lengths": [10] * 60, "more_rows": 2, "value_s": 3e-3}, "uneven batches", "gets 2.00x as many rows"),
         ({"lengths": [2, 18, 6, 14], "more_rows": 1, "value_s": 3e-3}, "uneven batches", "from step to step"),
-        ({"lengths": [8, 12], "more_rows": 1, "value_s": 5e-4, "fixed_s": STEP_S}, "small batches", "does not depend"),
+        ({"lengths": [2, 30], "more_rows": 1, "value_s": 1e-4, "fixed_s": STEP_S}, "small batches", "does not depend"),
     ],
     ids=["more rows on one rank", "lengths that differ", "mostly fixed"],
 )

@@ -79,6 +79,20 @@ def test_one_rank_computes_longer() -> None:
     assert found[0].gain == pytest.approx(1 / 0.6, rel=0.02)
 
 
+@pytest.mark.parametrize("first", [36, 38])
+def test_a_run_of_hardly_more_than_a_sample_is_looked_at_whole(first: int) -> None:
+    run = RunEvents()
+    run.start(2, joining_s=0.0)
+    for rank in (0, 1):
+        run.enter(rank)
+    for steps in (first, 40):
+        run.at = 1000.0 + steps * 0.04
+        for rank in (0, 1):
+            run.sample(rank, steps, training=steps * (0.02 + rank * 0.02), waiting=steps * (0.02 - rank * 0.02))
+    run.emit("run_end")
+    assert [each.cause for each in find(run)] == ["straggler"]
+
+
 def test_a_rank_without_a_processor_does_everything_longer() -> None:
     """The remedy brings all of its waiting for processors, not only that within the computing."""
     found = stepping(
