@@ -80,13 +80,7 @@ class _Stay:
     readings: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     left: float | None = None
 
-    def used_between(self, start: float, end: float) -> dict[str, float]:
-        """Return the seconds of each use from ``start`` to ``end``, which add up to that time."""
-        seconds = Counter(self._used_until(end))
-        seconds.subtract(self._used_until(start))
-        return {use: each for use, each in seconds.items() if each > 0}
-
-    def _used_until(self, moment: float) -> dict[str, float]:
+    def used_until(self, moment: float) -> dict[str, float]:
         """Return what the time from the entry to ``moment`` was used for; between two readings in equal parts."""
         readings = [(self.entered, {}), *self.readings]
         later = bisect_right(readings, moment, key=lambda reading: reading[0])
@@ -149,7 +143,10 @@ class _Exchanges:
             return cls()
         moments = [start, *inside[::stride], end]
         waits = {
-            rank: [stay.used_between(*piece).get(WAITING, 0.0) for piece in pairwise(moments)]
+            rank: [
+                max(0.0, after - before)
+                for before, after in pairwise(stay.used_until(moment).get(WAITING, 0.0) for moment in moments)
+            ]
             for rank, stay in stays.items()
         }
         least = [min(each) for each in zip(*waits.values(), strict=True)]
@@ -325,8 +322,9 @@ def _slices_of(attempt: _Attempt, rank: int, end: float, kept_s: float, exchange
         kept = min(left, max(entered, entered + kept_s))
         cuts = chain((moment for moment, _ in stay.readings), exchanges.moments)
         moments = {entered, kept, left, *(moment for moment in cuts if entered < moment < left)}
-        for begin, until in pairwise(sorted(moments)):
-            uses = exchanges.divide(rank, begin, stay.used_between(begin, until))
+        used = [(moment, stay.used_until(moment)) for moment in sorted(moments)]
+        for (begin, before), (until, after) in pairwise(used):
+            uses = exchanges.divide(rank, begin, _difference(before, after))
             yield Slice(rank, begin, until, uses if begin < kept else _undone(uses, attempt.ending))
     if end > left:
         yield Slice(rank, left, end, {attempt.ending: end - left})
