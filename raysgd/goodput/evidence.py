@@ -97,7 +97,9 @@ class Pace:
     @property
     def computing_s(self) -> float:
         """Seconds per step that nothing else is known to have: computing."""
-        return self.own_s - sum(self.uses.get(use, 0.0) for use in ("data", "checkpoint", "callbacks", "compiling"))
+        return self.own_s - sum(
+            self.uses.get(use, 0.0) for use in ("data", "checkpoint", "callbacks", "compiling", "garbage")
+        )
 
 
 class Saving(NamedTuple):
@@ -145,10 +147,9 @@ class Evidence:
     def of(cls, events: Sequence[Event]) -> Evidence:
         """Collect what the events of a run say, oldest first."""
         nodes: dict[int, str] = {}
-        readings, newest = _Readings(), _Readings()
+        readings, newest = Readings(), Readings()
         savings: list[Saving] = []
         failures, attempts, backend = 0, 0, ""
-        busy: dict[int, str] = {}
         for event in events:
             data = event.data
             match event.kind:
@@ -158,18 +159,16 @@ class Evidence:
                     nodes[data["rank"]] = str(data.get("node", ""))
                 case "attempt_start":
                     attempts += 1
-                    newest, readings = readings if readings.paces() else newest, _Readings()
+                    newest, readings = readings if readings.paces() else newest, Readings()
                 case "sample" | "left" if "uses" in data:
-                    readings.add(event)
-                    if given := data.get("busy"):
-                        busy[data["rank"]] = f"{given['name']} (pid {given['pid']}, {given['processors']} processors)"
+                    readings.add(event.timestamp, data)
                 case "checkpoint":
                     savings.append(Saving(float(data.get("seconds") or 0.0), event.timestamp, attempts))
                 case "failure":
                     failures += 1
         used = readings if readings.paces() else newest
         ledger = Ledger.of(events)
-        return cls(ledger, ledger.totals(), nodes, used.paces(), used.windows(), savings, failures, busy, backend)
+        return cls(ledger, ledger.totals(), nodes, used.paces(), used.windows(), savings, failures, used.busy, backend)
 
     def within(self, window: Window) -> Evidence:
         """Return the evidence with the steps of a window only."""
@@ -231,11 +230,21 @@ class Evidence:
         expected_s = deviations * fmean(batches.value_s * batches.spread for batches, _ in known)
         return min(expected_s, fmean(waiting_s for _, waiting_s in known))
 
-    def gain_without(self, use: str) -> float | None:
-        """Return how many times as many steps are made in a time without a use, all else being equal; None without steps."""
+    @property
+    def sees_own_data(self) -> bool:
+        """Whether the time of reading is certainly a rank's own: copying to a GPU may wait for what it waits for."""
+        paces = self.paces.values()
+        return all(pace.gpu_share is None for pace in paces) or any(pace.waiting_s for pace in paces)
+
+    def cost_of(self, use: str) -> tuple[float, float | None]:
+        """Return the part of the workers' time that a use within steps costs, and the gain without it; None without steps.
+
+        It is that of the rank which has most of it: the others wait for that one.
+        """
         if not self.step_s:
-            return None
-        return gain_of(self.step_s, median(pace.uses.get(use, 0.0) for pace in self.paces.values()))
+            return self.share(use), None
+        longest_s = max(pace.uses.get(use, 0.0) for pace in self.paces.values())
+        return self.stepping_share * longest_s / self.step_s, gain_of(self.step_s, longest_s)
 
     def place_of(self, rank: int) -> str:
         """Return a rank and its node, for a text."""
@@ -251,22 +260,46 @@ def _least_wait_s(paces: Mapping[int, Pace]) -> float:
     return min((pace.waiting_s for pace in paces.values()), default=0.0) if len(paces) > 1 else 0.0
 
 
-class _Readings:
-    """What the ranks of an attempt had used their time for at each sample after a step."""
+class Readings:
+    """What the ranks of an attempt had used their time for at each sample after a step.
+
+    Attributes:
+        busy: As in `Evidence`.
+    """
 
     def __init__(self) -> None:
+        self.busy: dict[int, str] = {}
         self._of_rank: dict[int, list[Mapping[str, Any]]] = {}
         self._moments: dict[int, list[float]] = {}
 
-    def add(self, event: Event) -> None:
-        rank = event.data["rank"]
-        if event.data["steps"] > 0:
-            self._of_rank.setdefault(rank, []).append(event.data)
-            self._moments.setdefault(rank, []).append(event.timestamp)
+    def add(self, at: float, data: Mapping[str, Any]) -> None:
+        """Add the data of a sample, or of a rank that has left."""
+        if data["steps"] > 0:
+            self._of_rank.setdefault(data["rank"], []).append(data)
+            self._moments.setdefault(data["rank"], []).append(at)
+        if busy := data.get("busy"):
+            self.busy[data["rank"]] = f"{busy['name']} (pid {busy['pid']}, {busy['processors']} processors)"
 
-    def paces(self) -> dict[int, Pace]:
-        """Return how the steps of each rank went."""
-        found = {rank: _pace(made, may_have_first=True) for rank, made in self._of_rank.items()}
+    def remove(self, rank: int) -> None:
+        """Forget a rank."""
+        self._of_rank.pop(rank, None)
+        self._moments.pop(rank, None)
+
+    def newest(self) -> Readings:
+        """Return the newest reading of each rank, from which later ones are counted."""
+        newest = Readings()
+        newest.busy = self.busy
+        newest._of_rank = {rank: readings[-1:] for rank, readings in self._of_rank.items()}
+        newest._moments = {rank: moments[-1:] for rank, moments in self._moments.items()}
+        return newest
+
+    def fewest_steps(self) -> int:
+        """Return the steps of the rank that has made fewest between its first and newest reading."""
+        return min((made[-1]["steps"] - made[0]["steps"] for made in self._of_rank.values()), default=0)
+
+    def paces(self, *, from_start: bool = True) -> dict[int, Pace]:
+        """Return how the steps of each rank went; ``from_start``: the first ones too, where there are few others."""
+        found = {rank: _pace(made, may_have_first=from_start) for rank, made in self._of_rank.items()}
         return {rank: pace for rank, pace in found.items() if pace is not None}
 
     def windows(self) -> list[Window]:

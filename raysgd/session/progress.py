@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import get_ident, get_native_id
 from typing import Any, NamedTuple
 
@@ -15,24 +15,19 @@ Clock = Callable[[], float]
 
 
 class Spent(NamedTuple):
-    """Where the time of train_func went, from its beginning to its last step.
+    """The time of train_func, from its beginning to its last step.
 
-    A step begins with a report or with a batch, whichever the loop makes more often. Time outside all parts is computation, and
-    waiting that was not measured.
+    A step begins with a report or with a batch, whichever the loop makes more often.
 
     Attributes:
         steps: How many steps have begun.
         total_s: Seconds since train_func was entered.
         data_s: Seconds of these in reading batches.
-        checkpoint_s: Seconds in ``save_checkpoint``.
-        waiting_s: Seconds in waiting for other ranks, or for the driver's script.
     """
 
     steps: int = 0
     total_s: float = 0.0
     data_s: float = 0.0
-    checkpoint_s: float = 0.0
-    waiting_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,8 +40,6 @@ class Heartbeat:
         longest_pause_s: The longest time between two of them; 0 before the second.
         phase: The last one, such as ``"report"``.
         is_inside: Whether train_func is running.
-        spent: Where its time went.
-        has_gpu: Whether it has a GPU, which may work while the timed thread waits.
     """
 
     calls: int = 0
@@ -54,8 +47,6 @@ class Heartbeat:
     longest_pause_s: float = 0.0
     phase: str = ""
     is_inside: bool = False
-    spent: Spent = field(default_factory=Spent)
-    has_gpu: bool = False
 
 
 class Uses:
@@ -233,7 +224,7 @@ class Progress:
         self._num_reports = 0
         self._num_batches = 0
         self._steps = 0
-        self._spent: tuple[int, float, float, float, float] = Spent()
+        self._spent: tuple[int, float, float] = Spent()
         self._asked = (self._entered_at, 0.0)
         self._native_id = get_native_id()
 
@@ -263,10 +254,8 @@ class Progress:
             if not self._steps:
                 self._uses.change_base(self._training)
             self._steps = count
-            total_s = now - self._entered_at
             # One assignment: a thread that reads meanwhile does not mix two steps. A plain tuple is made fastest.
-            waiting_s = self.waiting.seconds + self.script.seconds
-            self._spent = (count, total_s, self.data.seconds, self.checkpoint.seconds, waiting_s)
+            self._spent = (count, now - self._entered_at, self.data.seconds)
 
     def uses(self) -> dict[str, float]:
         """Return what the time since train_func was entered was used for, in seconds, which add up to all of it.
@@ -340,9 +329,9 @@ class Progress:
         """Note that storage has accepted a part of a checkpoint, or is tried again; called from any thread."""
         self._wrote_at = self._clock()
 
-    def heartbeat(self, *, is_inside: bool, has_gpu: bool = False) -> Heartbeat:
+    def heartbeat(self, *, is_inside: bool) -> Heartbeat:
         """Return the progress as it is now."""
         # While train_func waits for storage, progress of storage counts.
         since = max(self._marked_at, self._wrote_at) if self.checkpoint.is_running else self._marked_at
         idle_s = self._clock() - since
-        return Heartbeat(self._calls, idle_s, self._longest_pause_s, self._phase, is_inside, self.spent, has_gpu)
+        return Heartbeat(self._calls, idle_s, self._longest_pause_s, self._phase, is_inside)

@@ -318,6 +318,8 @@ class Run:
                 self._emit_frame(command)
             case c.RecordEvent():
                 self._record_event(command)
+                if self._watch is not None and command.kind in ("sample", "left"):
+                    self._watch.on_reading(command)
             case c.PrepareGroup():
                 self._end_watch()  # the ranks may change; until the next attempt, the group watches its members
                 self._preparing = self._spawn(self._prepare(command))

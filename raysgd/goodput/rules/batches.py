@@ -48,11 +48,11 @@ def _of_one(evidence: Evidence, slowest: Slowest) -> Finding:
     )
     return Finding(
         "uneven batches",
-        evidence.stepping_share * slowest.excess_s / evidence.step_s,
+        evidence.stepping_share * slowest.excess_s / slowest.pace.step_s,
         f"{evidence.place_of(slowest.rank)} gets {what} the others, and computes "
         f"{1 + slowest.excess_s / max(slowest.others_s, 1e-9):.2f}x as long.",
         "give each rank as many rows of the same lengths: a dataset of raysgd and prepare_data_loader divide them evenly.",
-        gain_of(evidence.step_s, saved_s),
+        gain_of(slowest.pace.step_s, saved_s),
         slowest.rank,
     )
 

@@ -9,11 +9,12 @@ from raysgd.goodput.rules.restarts import best_interval_s, saving_interval_s
 
 
 def find(evidence: Evidence) -> Finding | None:
-    share, number = evidence.share("checkpoint"), len(evidence.savings)
+    number = len(evidence.savings)
     if not number:
         return None
     best_s, interval_s = best_interval_s(evidence), saving_interval_s(evidence)
-    every, gain = "less often", evidence.gain_without("checkpoint")
+    share, gain = evidence.cost_of("checkpoint")
+    every = "less often"
     if best_s is not None and interval_s is not None and gain is not None:
         if best_s <= interval_s:
             every, gain = "to memory in between (CheckpointConfig(keep_in_memory=True))", None

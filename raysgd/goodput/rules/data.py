@@ -21,7 +21,10 @@ def find(evidence: Evidence) -> Finding | None:
     longest_s = waits[slowest]
     others_s = median(wait_s for rank, wait_s in waits.items() if rank != slowest) if len(waits) > 1 else longest_s
     if longest_s > FACTOR * others_s and longest_s - others_s > EXCESS * step_s:
+        if not evidence.sees_own_data:
+            return None
         saved_s = longest_s - others_s  # the other ranks wait for it, unless they train alone
+        step_s = evidence.paces[slowest].step_s
         return Finding(
             "data",
             evidence.stepping_share * saved_s / step_s,

@@ -9,7 +9,8 @@ from statistics import median
 from raysgd.goodput.evidence import Evidence, Pace, gain_of
 from raysgd.goodput.findings import Finding
 
-#: A rank is slow if its own time is above the others' median by this part of a step, and they wait at least half as long for it.
+#: A rank is slow if its own time is above the others' median by this part of a step, and they wait at least half as long for it,
+#: or make that much shorter steps.
 EXCESS = 0.05
 #: The processors are the cause, or the batches, if they explain this part of the difference.
 EXPLAINED = 0.5
@@ -56,10 +57,12 @@ def find_slowest(evidence: Evidence) -> Slowest | None:
     others = {rank: pace for rank, pace in evidence.paces.items() if rank != slowest}
     others_s = median(pace.computing_s for pace in others.values())
     excess_s = own[slowest] - others_s
-    waited_s = median(pace.waiting_s for pace in others.values())
-    if excess_s < EXCESS * evidence.step_s or waited_s < excess_s / 2:
+    pace = evidence.paces[slowest]
+    waited_s = median(each.waiting_s for each in others.values())
+    slower_s = pace.step_s - median(each.step_s for each in others.values())  # of ranks that train alone
+    if excess_s < EXCESS * pace.step_s or max(waited_s, slower_s) < excess_s / 2:
         return None
-    return Slowest(slowest, evidence.paces[slowest], others, others_s, excess_s)
+    return Slowest(slowest, pace, others, others_s, excess_s)
 
 
 def find(evidence: Evidence) -> Finding | None:
@@ -81,9 +84,9 @@ def find(evidence: Evidence) -> Finding | None:
     longer = (slowest.others_s + slowest.excess_s) / max(slowest.others_s, 1e-9)
     return Finding(
         "straggler",
-        evidence.stepping_share * saved_s / evidence.step_s,
+        evidence.stepping_share * saved_s / pace.step_s,
         f"{evidence.place_of(slowest.rank)} computes {longer:.2f}x as long as the others{why}.",
         remedy,
-        gain_of(evidence.step_s, saved_s),
+        gain_of(pace.step_s, saved_s),
         slowest.rank,
     )

@@ -193,7 +193,7 @@ class Attempt:
 
     def heartbeat(self) -> Heartbeat:
         """Return how far train_func has come."""
-        return self.session.progress.heartbeat(is_inside=self._thread.is_inside, has_gpu=self._order.member.has_gpu)
+        return self.session.progress.heartbeat(is_inside=self._thread.is_inside)
 
     def preempt(self, why: str) -> bool:
         """Report to the controller that this process got SIGTERM; return False if that was reported before.
