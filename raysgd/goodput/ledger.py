@@ -1,7 +1,8 @@
 """The ledger of a run's time: what each second of each worker was used for, from the events of its journal. Pure.
 
 A worker's time in an attempt is divided by what it measured itself (`raysgd.session.progress`), which comes with its samples and
-when it leaves train_func. All other time belongs to what raysgd did: starting, recovering, and so on.
+when it leaves train_func. All other time belongs to what raysgd did: starting, recovering, and so on. A worker does not know
+whether it waits for a rank that is late or for the data that they exchange; see `_Exchanges`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from raysgd.result import Event
 
+#: What workers measure as waiting, and the two uses that it is divided into.
+WAITING, SKEW, TRANSFER = "waiting", "skew", "transfer"
 #: The uses outside train_func, and of steps that a failure undid.
 STARTING, RECOVERING, REGROUPING, ENDING, PAUSED, REPEATED = (
     "starting",
@@ -31,7 +34,8 @@ WORDS = {
     "training": "training",
     "evaluation": "evaluation",
     "data": "waiting for data",
-    "waiting": "waiting for other ranks",
+    SKEW: "waiting for other ranks",
+    TRANSFER: "exchanging with other ranks",
     "script": "waiting for the script",
     "compiling": "compiling",
     "checkpoint": "checkpoints",
@@ -55,6 +59,10 @@ _ENDS = {
 }
 
 
+#: So many readings of ranks are compared in an attempt at most, to divide their waiting.
+_MAX_COMPARED = 50_000
+
+
 class Slice(NamedTuple):
     """A rank's time from ``start`` to ``end``, in seconds since the epoch, and the seconds of each use in it."""
 
@@ -72,13 +80,7 @@ class _Stay:
     readings: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     left: float | None = None
 
-    def used_between(self, start: float, end: float) -> dict[str, float]:
-        """Return the seconds of each use from ``start`` to ``end``, which add up to that time."""
-        seconds = Counter(self._used_until(end))
-        seconds.subtract(self._used_until(start))
-        return {use: each for use, each in seconds.items() if each > 0}
-
-    def _used_until(self, moment: float) -> dict[str, float]:
+    def used_until(self, moment: float) -> dict[str, float]:
         """Return what the time from the entry to ``moment`` was used for; between two readings in equal parts."""
         readings = [(self.entered, {}), *self.readings]
         later = bisect_right(readings, moment, key=lambda reading: reading[0])
@@ -109,6 +111,62 @@ class _Attempt:
     stays: dict[int, _Stay] = field(default_factory=dict)
     end: float | None = None
     ending: str = ENDING
+
+
+@dataclass(frozen=True)
+class _Exchanges:
+    """How much of the ranks' waiting in an attempt is exchanging, in pieces of its time.
+
+    Where ranks exchange data, the last one to arrive waits too, as long as the data takes. So the least that any rank waits in a
+    piece is exchanging, and what others wait longer is for late ranks. That is exact if one rank is the last in a piece; if ranks
+    take turns, some waiting for them counts as exchanging. Before the last rank has entered train_func, all waiting is for it.
+
+    Attributes:
+        moments: The ends of the pieces.
+        parts: Of each rank, the part of its waiting that is exchanging, by piece.
+    """
+
+    moments: Sequence[float] = ()
+    parts: Mapping[int, Sequence[float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, attempt: _Attempt, end: float) -> _Exchanges:
+        stays = attempt.stays
+        if len(stays) < attempt.size:
+            return cls()
+        start = max(stay.entered for stay in stays.values())
+        end = min(end if stay.left is None else min(stay.left, end) for stay in stays.values())
+        readings = max((stay.readings for stay in stays.values()), key=len)
+        inside = [moment for moment, _ in readings if start < moment < end]
+        stride = 1 + len(inside) * attempt.size // _MAX_COMPARED
+        if end <= start:
+            return cls()
+        moments = [start, *inside[::stride], end]
+        waits = {
+            rank: [
+                max(0.0, after - before)
+                for before, after in pairwise(stay.used_until(moment).get(WAITING, 0.0) for moment in moments)
+            ]
+            for rank, stay in stays.items()
+        }
+        least = [min(each) for each in zip(*waits.values(), strict=True)]
+        return cls(
+            moments,
+            {
+                rank: [low / wait if wait else 0.0 for low, wait in zip(least, own, strict=True)]
+                for rank, own in waits.items()
+            },
+        )
+
+    def divide(self, rank: int, moment: float, uses: Mapping[str, float]) -> dict[str, float]:
+        """Divide the waiting in a rank's time that begins at ``moment``, and is in one piece."""
+        divided = dict(uses)
+        if waiting_s := divided.pop(WAITING, 0.0):
+            piece = bisect_right(self.moments, moment)
+            part = self.parts[rank][piece - 1] if 0 < piece < len(self.moments) else 0.0
+            parts = {SKEW: waiting_s * (1 - part), TRANSFER: waiting_s * part}
+            divided |= {use: seconds for use, seconds in parts.items() if seconds > 0}
+        return divided
 
 
 class Ledger:
@@ -202,7 +260,7 @@ class Ledger:
     def slices(self) -> Iterator[Slice]:
         """Return the time of each worker, in pieces that leave nothing out and do not overlap.
 
-        A rank has as many pieces as it has samples.
+        A rank has a piece for each of its samples, and for those of the rank with most.
         """
         kept_s = float("inf")
         cuts: list[float] = []
@@ -210,8 +268,10 @@ class Ledger:
             cuts.append(kept_s - attempt.trained_before_s)
             kept_s = min(kept_s, attempt.trained_before_s)
         for attempt, kept in zip(self._attempts, reversed(cuts), strict=True):
+            end = self.now if attempt.end is None else attempt.end
+            exchanges = _Exchanges.of(attempt, end)
             for rank in range(attempt.size):
-                yield from self._of_rank(attempt, rank, kept)
+                yield from _slices_of(attempt, rank, end, kept, exchanges)
         size = self._attempts[0].size if self._attempts else 1
         spans = [*self._spans]
         if not self._is_over and (not self._attempts or self._attempts[-1].end is not None) and self.now > self._began:
@@ -220,22 +280,6 @@ class Ledger:
             before = [attempt.size for attempt in self._attempts if attempt.began <= start]
             for rank in range(before[-1] if before else size):
                 yield Slice(rank, start, end, {use: end - start})
-
-    def _of_rank(self, attempt: _Attempt, rank: int, kept_s: float) -> Iterator[Slice]:
-        end = self.now if attempt.end is None else attempt.end
-        stay = attempt.stays.get(rank)
-        entered = end if stay is None else min(stay.entered, end)
-        left = end if stay is None or stay.left is None else max(entered, min(stay.left, end))
-        if entered > attempt.began:
-            yield Slice(rank, attempt.began, entered, {attempt.joining: entered - attempt.began})
-        if stay is not None:
-            kept = min(left, max(entered, entered + kept_s))
-            moments = {entered, kept, left, *(moment for moment, _ in stay.readings if entered < moment < left)}
-            for begin, until in pairwise(sorted(moments)):
-                uses = stay.used_between(begin, until)
-                yield Slice(rank, begin, until, uses if begin < kept else _undone(uses, attempt.ending))
-        if end > left:
-            yield Slice(rank, left, end, {attempt.ending: end - left})
 
     @property
     def length_s(self) -> float:
@@ -267,8 +311,27 @@ def goodput_of(totals: Mapping[str, float]) -> float | None:
     return sum(totals.get(use, 0.0) for use in PRODUCTIVE) / held_s if held_s else None
 
 
+def _slices_of(attempt: _Attempt, rank: int, end: float, kept_s: float, exchanges: _Exchanges) -> Iterator[Slice]:
+    """Return the time of a rank in an attempt. Of the time in train_func, ``kept_s`` is not undone by a failure."""
+    stay = attempt.stays.get(rank)
+    entered = end if stay is None else min(stay.entered, end)
+    left = end if stay is None or stay.left is None else max(entered, min(stay.left, end))
+    if entered > attempt.began:
+        yield Slice(rank, attempt.began, entered, {attempt.joining: entered - attempt.began})
+    if stay is not None:
+        kept = min(left, max(entered, entered + kept_s))
+        cuts = chain((moment for moment, _ in stay.readings), exchanges.moments)
+        moments = {entered, kept, left, *(moment for moment in cuts if entered < moment < left)}
+        used = [(moment, stay.used_until(moment)) for moment in sorted(moments)]
+        for (begin, before), (until, after) in pairwise(used):
+            uses = exchanges.divide(rank, begin, _difference(before, after))
+            yield Slice(rank, begin, until, uses if begin < kept else _undone(uses, attempt.ending))
+    if end > left:
+        yield Slice(rank, left, end, {attempt.ending: end - left})
+
+
 def _undone(uses: Mapping[str, float], ending: str) -> dict[str, float]:
     """Return the uses of time after the newest step that is kept: waiting there is for ranks that are gone."""
-    waiting_s = uses.get("waiting", 0.0)
+    waiting_s = uses.get(SKEW, 0.0)
     undone = {REPEATED: sum(uses.values()) - waiting_s, ending: waiting_s}
     return {use: seconds for use, seconds in undone.items() if seconds > 0}

@@ -40,11 +40,12 @@ class Entered:
 
 @dataclass(frozen=True)
 class Left:
-    """train_func was left; ``output`` is as in `Entered`, ``steps`` and ``uses`` as `Progress` has them."""
+    """train_func was left; ``output`` is as in `Entered`, ``steps``, ``uses`` and ``work`` as `Progress` has them."""
 
     output: tuple[OutputFile, ...] = ()
     steps: int = 0
     uses: dict[str, float] = field(default_factory=dict)
+    work: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import get_ident, get_native_id
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Clock = Callable[[], float]
 
 
 class Spent(NamedTuple):
-    """Where the time of train_func went, from its beginning to its last step.
+    """The time of train_func, from its beginning to its last step.
 
-    A step begins with a report or with a batch, whichever the loop makes more often. Time outside all parts is computation, and
-    waiting that was not measured.
+    A step begins with a report or with a batch, whichever the loop makes more often.
 
     Attributes:
         steps: How many steps have begun.
         total_s: Seconds since train_func was entered.
         data_s: Seconds of these in reading batches.
-        checkpoint_s: Seconds in ``save_checkpoint``.
-        waiting_s: Seconds in waiting for other ranks, or for the driver's script.
     """
 
     steps: int = 0
     total_s: float = 0.0
     data_s: float = 0.0
-    checkpoint_s: float = 0.0
-    waiting_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,6 @@ class Heartbeat:
         longest_pause_s: The longest time between two of them; 0 before the second.
         phase: The last one, such as ``"report"``.
         is_inside: Whether train_func is running.
-        spent: Where its time went.
-        has_gpu: Whether it has a GPU, which may work while the timed thread waits.
     """
 
     calls: int = 0
@@ -53,8 +47,6 @@ class Heartbeat:
     longest_pause_s: float = 0.0
     phase: str = ""
     is_inside: bool = False
-    spent: Spent = field(default_factory=Spent)
-    has_gpu: bool = False
 
 
 class Uses:
@@ -151,6 +143,56 @@ DATA, CHECKPOINT, WAITING, SCRIPT = "data", "checkpoint", "waiting", "script"
 COMPILING, EVALUATION, CALLBACKS, GARBAGE = "compiling", "evaluation", "callbacks", "garbage"
 
 
+class BatchSizes:
+    """Adds up how large the batches of a rank were, and how long it computed with each; from that follows what depends on it.
+
+    Attributes:
+        sums: The number of batches; their rows and their values; the seconds of computing; and over all batches, the sums of
+            values squared, of values times seconds, and of seconds squared.
+    """
+
+    __slots__ = ("_before", "_computing", "_since_s", "sums")
+
+    def __init__(self, computing: Stopwatch) -> None:
+        self.sums = [0.0] * 7
+        self._computing = computing
+        self._since_s = 0.0
+        self._before = (0, 0)
+
+    def add(self, batch: Any) -> None:
+        """Count a batch that the loop gets now, and the seconds of computing since the one before as that one's."""
+        computed_s = self._computing.seconds
+        took_s, self._since_s = computed_s - self._since_s, computed_s
+        (rows, values), self._before = self._before, count_values(batch)
+        if not values:
+            return
+        count, all_rows, all_values, seconds, squares, products, seconds_squared = self.sums
+        # One assignment: a thread that reads meanwhile does not mix two batches.
+        self.sums = [
+            count + 1,
+            all_rows + rows,
+            all_values + values,
+            seconds + took_s,
+            squares + values * values,
+            products + values * took_s,
+            seconds_squared + took_s * took_s,
+        ]
+
+
+def count_values(batch: Any) -> tuple[int, int]:
+    """Return the rows of a batch, by its first array, and the values of all its arrays; of what has none, rows of one value."""
+    if (shape := getattr(batch, "shape", None)) is not None:
+        return (int(shape[0]) if len(shape) else 1), math.prod(shape)
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    if not isinstance(batch, (list, tuple)) or not batch:
+        return 1, 1
+    if not (hasattr(batch[0], "shape") or isinstance(batch[0], (Mapping, list, tuple))):
+        return len(batch), len(batch)
+    counted = [count_values(part) for part in batch]
+    return counted[0][0], sum(values for _, values in counted)
+
+
 class Progress:
     """The session calls of one attempt. The training thread notes them, and other threads read them, without a lock.
 
@@ -162,6 +204,8 @@ class Progress:
         waiting: Runs while the rank is known to wait for others.
         script: Runs while all ranks wait for what the driver's script gives to the run.
         compiling, evaluation, callbacks, garbage: Run in these.
+        batches: The sizes of the batches that were read.
+        sent_bytes: Bytes of the gradients that this rank has averaged with others, as far as that is seen.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -170,6 +214,8 @@ class Progress:
         self.data, self.checkpoint, self.waiting = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
         self.script, self.compiling, self.evaluation = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
         self.callbacks, self.garbage = Stopwatch(uses), Stopwatch(uses)
+        self.batches = BatchSizes(self._training)
+        self.sent_bytes = 0
         self._clock = clock
         self._calls = 0
         self._entered_at = self._marked_at = self._wrote_at = clock()
@@ -178,7 +224,7 @@ class Progress:
         self._num_reports = 0
         self._num_batches = 0
         self._steps = 0
-        self._spent: tuple[int, float, float, float, float] = Spent()
+        self._spent: tuple[int, float, float] = Spent()
         self._asked = (self._entered_at, 0.0)
         self._native_id = get_native_id()
 
@@ -208,10 +254,8 @@ class Progress:
             if not self._steps:
                 self._uses.change_base(self._training)
             self._steps = count
-            total_s = now - self._entered_at
             # One assignment: a thread that reads meanwhile does not mix two steps. A plain tuple is made fastest.
-            waiting_s = self.waiting.seconds + self.script.seconds
-            self._spent = (count, total_s, self.data.seconds, self.checkpoint.seconds, waiting_s)
+            self._spent = (count, now - self._entered_at, self.data.seconds)
 
     def uses(self) -> dict[str, float]:
         """Return what the time since train_func was entered was used for, in seconds, which add up to all of it.
@@ -233,6 +277,11 @@ class Progress:
         }
         seconds = {use: watch.seconds + since_s * (watch is running) for use, watch in watches.items()}
         return {use: round(spent_s, 4) for use, spent_s in seconds.items() if spent_s > 0}
+
+    def work(self) -> dict[str, Any]:
+        """Return what was read and exchanged since train_func was entered; see `BatchSizes.sums`. Any thread may ask."""
+        sums = self.batches.sums
+        return {"batches": sums, "sent_bytes": self.sent_bytes} if sums[0] or self.sent_bytes else {}
 
     @property
     def spent(self) -> Spent:
@@ -280,9 +329,9 @@ class Progress:
         """Note that storage has accepted a part of a checkpoint, or is tried again; called from any thread."""
         self._wrote_at = self._clock()
 
-    def heartbeat(self, *, is_inside: bool, has_gpu: bool = False) -> Heartbeat:
+    def heartbeat(self, *, is_inside: bool) -> Heartbeat:
         """Return the progress as it is now."""
         # While train_func waits for storage, progress of storage counts.
         since = max(self._marked_at, self._wrote_at) if self.checkpoint.is_running else self._marked_at
         idle_s = self._clock() - since
-        return Heartbeat(self._calls, idle_s, self._longest_pause_s, self._phase, is_inside, self.spent, has_gpu)
+        return Heartbeat(self._calls, idle_s, self._longest_pause_s, self._phase, is_inside)

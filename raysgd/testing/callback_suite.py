@@ -63,7 +63,7 @@ def make_events() -> list[Event]:
         "checkpoint": {"number": 1, "uri": None, "iteration": 2, "metrics": {}},
         "stop": {"why": "enough"},
         "failure": {"ranks": [1], "error": "died", "action": "re-entering"},
-        "straggler": {"rank": 1, "node": "host (10.0.0.1)", "phase": "data", "own_s": 0.3, "others_s": 0.1},
+        "straggler": {"rank": 1, "node": "host (10.0.0.1)", "cause": "data", "share": 0.4, "text": "rank 1 waits."},
         "warning": {"message": "two\nlines"},
         "attempt_end": {"attempt": 1},
         "of_a_later_version": {"unknown": [1, 2]},

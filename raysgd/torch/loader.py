@@ -246,6 +246,7 @@ class PreparedLoader:
             if batch is _END:
                 return
             progress.mark("batch")
+            progress.batches.add(batch)
             items, own = (1, 1) if reads is None or number not in reads else reads[number]
             if not own and not self.train:
                 batch = without_rows(batch)

@@ -111,11 +111,10 @@ def _wrap(model: nn.Module, settings: dict[str, Any]) -> DistributedModel:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) == 1 and (only := devices.pop()).type == "cuda":
         settings.setdefault("device_ids", [only])
-    waiting = context.current().progress.waiting
     wrapped = _wrapper_class(model)(model, **settings)
-    time_waiting(wrapped, waiting)
+    time_waiting(wrapped, context.current().progress.waiting)
     if deterministic and wrapped.process_group.size() > 2:
-        use_rank_order(wrapped, waiting)
+        use_rank_order(wrapped)
     return wrapped
 
 
@@ -213,6 +212,7 @@ class DistributedModel(DistributedDataParallel):
         super().__init__(module, **settings)
         named = {name: each for name, each in module.named_parameters() if name not in self.parameters_to_ignore}
         self._averages = Averages(named, self.process_group)
+        self._gradient_bytes = sum(each.nbytes for each in named.values() if each.requires_grad)
         # The hooks are held by DDP's C++ part, in a cycle that the garbage collector cannot see.
         hook = functools.partial(_after_gradient, weakref.ref(self))
         for parameter in module.parameters():
@@ -258,6 +258,7 @@ class DistributedModel(DistributedDataParallel):
             self.leave_unchecked()  # ranks make different numbers of steps
         elif torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._averages.begin()
+            context.current().progress.sent_bytes += self._gradient_bytes
         return super()._post_forward(output)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:

@@ -17,7 +17,6 @@ nor loses bits, whereas DDP adds in the half type.
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, not with strings.
 
 import time
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -38,15 +37,11 @@ class RankOrder:
     It must not refer to the DDP module: DDP's C++ part holds this object, in a cycle that the garbage collector cannot see.
 
     Args:
-        waiting: Entered while buckets are completed.
-
-    Attributes:
         group: The process group to average over.
     """
 
-    def __init__(self, group: dist.ProcessGroup, waiting: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._waiting = waiting or nullcontext()
         self._pending: list[_Reduction] = []
 
     def start(self, bucket: torch.Tensor, *, is_first: bool) -> torch.futures.Future[torch.Tensor]:
@@ -64,11 +59,10 @@ class RankOrder:
         collectives in different orders.
         """
         pending, self._pending = self._pending, []
-        with self._waiting:
-            for reduction in pending:
-                reduction.add()
-            for reduction in pending:
-                reduction.deliver()
+        for reduction in pending:
+            reduction.add()
+        for reduction in pending:
+            reduction.deliver()
 
 
 def reduce_in_rank_order(state: RankOrder, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -90,9 +84,9 @@ def reduce_in_rank_order(state: RankOrder, bucket: dist.GradBucket) -> torch.fut
     return future
 
 
-def use_rank_order(model: DistributedDataParallel, waiting: AbstractContextManager[Any] | None = None) -> None:
+def use_rank_order(model: DistributedDataParallel) -> None:
     """Register the hook with a DDP module that has not run a backward pass yet; see `RankOrder`."""
-    model.register_comm_hook(RankOrder(model.process_group, waiting), reduce_in_rank_order)
+    model.register_comm_hook(RankOrder(model.process_group), reduce_in_rank_order)
 
 
 def mean_in_row_order(rows: torch.Tensor) -> torch.Tensor:

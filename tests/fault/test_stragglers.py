@@ -18,8 +18,6 @@ travels_by_value(__name__)
 SLOW_RANK = 1
 #: Far above what a step of the others takes, on a loaded machine too.
 SLOW_S = 0.2
-#: Workers are asked four times in this time; a quarter of it is the shortest window.
-HEARTBEAT_S = 4.0
 PATIENCE_S = 60.0
 MAX_STEPS = round(PATIENCE_S / SLOW_S)
 BATCH_SIZE = 2
@@ -28,7 +26,7 @@ BATCH_SIZE = 2
 TRAINER: dict[str, Any] = {
     "num_workers": 3,
     "backend": "torch",
-    "failure_config": raysgd.FailureConfig(heartbeat_timeout_s=HEARTBEAT_S, max_failures=0),
+    "failure_config": raysgd.FailureConfig(max_failures=0),
 }
 
 
@@ -103,33 +101,31 @@ def slow_loader(config: dict[str, Any]) -> None:
         loss_of(model, batch).backward()
 
 
-def check_reported_once(trainer: raysgd.Trainer, phase: str) -> None:
+def check_reported_once(trainer: raysgd.Trainer, cause: str) -> None:
     (straggler,) = events_of(trainer, "straggler")
-    assert (straggler["rank"], straggler["phase"]) == (SLOW_RANK, phase)
-    # The first window may include steps made before the rank became slow: heartbeats of a busy machine are late.
-    assert straggler["own_s"] >= 0.3 * SLOW_S and straggler["others_s"] <= straggler["own_s"] / 1.5
-    assert straggler["since_s"] > 0
-    (warning,) = [event for event in events_of(trainer, "warning") if "is slow" in event["message"]]
-    assert f"rank {SLOW_RANK} on {straggler['node']} is slow" in warning["message"]
-    assert warning["message"].endswith(f"most of the difference in: {phase}")
+    assert (straggler["rank"], straggler["cause"]) == (SLOW_RANK, cause)
+    assert straggler["gain"] > 1.5
+    (warning,) = [event for event in events_of(trainer, "warning") if f"rank {SLOW_RANK} on " in event["message"]]
+    assert warning["message"].startswith(straggler["text"])
+    assert f"rank {SLOW_RANK} on {straggler['node']} " in straggler["text"]
     assert events_of(trainer, "failure") == [] and events_of(trainer, "hang") == []
 
 
 @pytest.mark.parametrize(
-    ("train_func", "phase"),
-    [(slow_compute, "compute"), (slow_dataset, "data"), (slow_loader, "data")],
+    ("train_func", "cause"),
+    [(slow_compute, "straggler"), (slow_dataset, "data"), (slow_loader, "data")],
     ids=["compute", "dataset", "loader"],
 )
-def test_straggler_that_others_wait_for_is_named(trainer: raysgd.Trainer, train_func: Any, phase: str) -> None:
+def test_straggler_that_others_wait_for_is_named(trainer: raysgd.Trainer, train_func: Any, cause: str) -> None:
     data = Numbers() if train_func is slow_dataset else None
     trainer.run(train_func, {}, dataset=data, callbacks=[*quiet(), StopAtStraggler()])
-    check_reported_once(trainer, phase)
+    check_reported_once(trainer, cause)
 
 
 def test_straggler_is_named_with_deterministic_reduction(ray_cluster: Any, tmp_path: Path) -> None:
     with make_trainer(tmp_path, **TRAINER, deterministic=True, seed=0) as trainer:
         trainer.run(slow_compute, {}, callbacks=[*quiet(), StopAtStraggler()])
-        check_reported_once(trainer, "compute")
+        check_reported_once(trainer, "straggler")
 
 
 # -- invisible waiting, and no waiting ---------------------------------------------------------------------------------
@@ -193,4 +189,4 @@ def test_independent_ranks_are_compared_by_step_time(ray_cluster: Any, tmp_path:
 
     with make_trainer(tmp_path, **TRAINER | {"backend": "none"}) as trainer:
         trainer.run(plain, callbacks=[*quiet(), CreateFileAtStraggler()])
-        check_reported_once(trainer, "compute")
+        check_reported_once(trainer, "straggler")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import os
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -73,21 +74,61 @@ def train(config: dict[str, Any]) -> None:
     import torch
     from torch.utils.data import DataLoader
 
+    time.sleep(config.get("setup_s", 0.0))
     model = raysgd.torch.prepare_model(torch.nn.Linear(4, 1))
     dataset: Any = Numbers(config.get("item_s", 0.0), config.get("item_rank"))
     loader = raysgd.torch.prepare_data_loader(DataLoader(dataset, batch_size=1))
+    first = 0 if (loaded := raysgd.load_checkpoint()) is None else int(loaded["step"]) + 1
     kept = [[number] for number in range(config.get("objects", 0))]
     state = {"weights": np.zeros(config.get("megabytes", 0) * 2**17)}
     for step, batch in enumerate(loader):
+        if step < first:
+            continue
         time.sleep(STEP_S)
         if raysgd.world_rank() == SLOW_RANK:
             time.sleep(config.get("extra_s", 0.0))
+            if step == config.get("dies_at") and not (died := Path(config["died"])).exists():
+                died.touch()
+                os._exit(1)
         model(batch).sum().backward()
         if kept:
             gc.collect()
         if config.get("megabytes"):
             raysgd.save_checkpoint(state)
+        if (every := config.get("save_every")) and step % every == every - 1:
+            raysgd.save_checkpoint({"step": step})
         raysgd.report({"step": step})
+
+
+class Rows:
+    """A map-style dataset of rows that are longer, or more, on one rank, or of many lengths on all."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.lengths = config["lengths"]
+
+    def __len__(self) -> int:
+        return 4 * len(self.lengths)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.lengths[(index * 7 + 3 * raysgd.world_rank()) % len(self.lengths)])
+
+
+def train_on_rows(config: dict[str, Any]) -> None:
+    """Train with DDP on batches of rows, each of whose values takes its time."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    model = raysgd.torch.prepare_model(torch.nn.Linear(4, 1))
+    rows = config["more_rows"] if raysgd.world_rank() == SLOW_RANK else 1
+
+    def collate(lengths: list[int]) -> Any:
+        return torch.ones(rows, max(lengths))
+
+    dataset: Any = Rows(config)
+    for batch in raysgd.torch.prepare_data_loader(DataLoader(dataset, batch_size=1, collate_fn=collate)):
+        time.sleep(config.get("fixed_s", 0.0) + config["value_s"] * batch.numel())
+        model(torch.ones(1, 4)).sum().backward()
+        raysgd.report(rows=len(batch))
 
 
 CAUSES: dict[str, dict[str, float]] = {
@@ -138,6 +179,74 @@ def test_a_callback_that_waits(trainer: raysgd.Trainer) -> None:
     trainer.run(train, {}, callbacks=[Slow(STEP_S)])
     found = [each for each in why(trainer)["causes"] if each["cause"] != "start"]
     assert found[0]["cause"] == "callbacks"
+
+
+@pytest.mark.parametrize(
+    ("config", "cause", "words"),
+    [
+        ({"lengths": [10] * 60, "more_rows": 2, "value_s": 3e-3}, "uneven batches", "gets 2.00x as many rows"),
+        ({"lengths": [2, 18, 6, 14], "more_rows": 1, "value_s": 3e-3}, "uneven batches", "from step to step"),
+        ({"lengths": [2, 30], "more_rows": 1, "value_s": 1e-4, "fixed_s": STEP_S}, "small batches", "does not depend"),
+    ],
+    ids=["more rows on one rank", "lengths that differ", "mostly fixed"],
+)
+def test_batches_are_the_cause(trainer: raysgd.Trainer, config: dict[str, Any], cause: str, words: str) -> None:
+    config = {**config, "lengths": config["lengths"] * (120 // len(config["lengths"]))}
+    trainer.run(train_on_rows, config)
+    found = [each for each in why(trainer)["causes"] if each["cause"] != "start"]
+    assert found[0]["cause"] == cause and words in found[0]["text"]
+
+
+def exchange(config: dict[str, Any]) -> None:
+    """Exchange the gradients of a model, in steps that have little else to do."""
+    import torch
+
+    width = config["width"]
+    model = raysgd.torch.prepare_model(torch.nn.Linear(width, width, bias=False))
+    inputs = torch.ones(1, width)
+    for _ in range(config["steps"]):
+        model(inputs).sum().backward()
+        raysgd.report(step=0)
+
+
+@pytest.mark.parametrize(
+    ("width", "steps", "cause"), [(2, 5000, "small batches"), (2000, 100, "collectives")], ids=["messages", "bytes"]
+)
+def test_what_is_exchanged_is_the_cause(trainer: raysgd.Trainer, width: int, steps: int, cause: str) -> None:
+    trainer.run(exchange, {"width": width, "steps": steps})
+    assert cause in [each["cause"] for each in why(trainer)["causes"]]
+
+
+def exchange_myself(config: dict[str, Any]) -> None:
+    """Average by collectives of torch, without a model of raysgd; one rank is late."""
+    import torch
+    import torch.distributed as dist
+
+    for step in range(NUM_STEPS):
+        time.sleep(STEP_S * (2 if raysgd.world_rank() == SLOW_RANK else 1))
+        dist.all_reduce(torch.ones(4))
+        raysgd.report(step=step)
+
+
+def test_waiting_in_own_collectives_is_seen(trainer: raysgd.Trainer) -> None:
+    trainer.run(exchange_myself, {})
+    found = why(trainer)
+    assert [each["cause"] for each in found["causes"] if each["cause"] != "start"] == ["straggler"]
+    assert found["unseen"] == []
+    assert found["ranks"]["0"]["skew"] > 10 * found["ranks"][str(SLOW_RANK)].get("skew", 0.0)
+
+
+def test_a_death_without_newer_checkpoint_is_a_cause_with_a_better_interval(ray_cluster: Any, tmp_path: Path) -> None:
+    failures = raysgd.FailureConfig(max_failures=1)
+    with make_trainer(tmp_path, **TRAINER, failure_config=failures) as trainer:
+        trainer.run(train, {"save_every": 20, "dies_at": 38, "died": str(tmp_path / "died")})
+        (found,) = [each for each in why(trainer)["causes"] if each["cause"] == "restarts"]
+    assert "1 failure cost" in found["text"]
+
+
+def test_a_long_setup_is_the_start(trainer: raysgd.Trainer) -> None:
+    trainer.run(train, {"setup_s": NUM_STEPS * STEP_S})
+    assert [each["cause"] for each in why(trainer)["causes"]] == ["start"]
 
 
 def compile_again(config: dict[str, Any]) -> None:

@@ -10,11 +10,8 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from raysgd.backends.flight_recorder import Collective
 from raysgd.config import CheckpointConfig
@@ -22,9 +19,8 @@ from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.policies.mismatch import MismatchPolicy
-from raysgd.controller.policies.straggler import StragglerPolicy, _Others
+from raysgd.controller.policies.straggler import StragglerPolicy
 from raysgd.controller.rounds import RoundCount, RoundMerger
-from raysgd.session.progress import Heartbeat, Spent
 from raysgd.workers.group.ranks import assign_visible_gpus
 from raysgd.workers.orders import Position, WorkerInfo
 from support.simulation import SimulatedRun, part, running, saved
@@ -96,20 +92,13 @@ def test_ranks_that_are_done_are_counted() -> None:
 
 
 def test_paces_are_compared() -> None:
-    policy = StragglerPolicy(0.0)
+    policy = StragglerPolicy(0.0, {})
     for steps in (1, 1 + WINDOW_STEPS):
         for rank in range(RANKS):
-            spent = Spent(steps, steps * (1.0 + rank / 1e6), 0.0, 0.0, steps * 0.5)
-            policy.on_heartbeat(rank, Heartbeat(is_inside=True, spent=spent))
+            uses = {"training": steps * (0.5 + rank / 1e6), "waiting": steps * 0.5}
+            policy.on_sample({"rank": rank, "steps": steps, "uses": uses}, 5.0)
     with within_cpu_s(0.3):
         assert policy.find_stragglers(10.0) == []
-
-
-@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, 7.0]), min_size=2, max_size=9))
-def test_median_of_the_others_is_that_of_the_other_values(values: list[float]) -> None:
-    others = _Others(values)
-    for index, value in enumerate(values):
-        assert others.median_without(value) == median(values[:index] + values[index + 1 :])
 
 
 def test_ranks_that_wait_for_one_are_found() -> None:

@@ -1,4 +1,4 @@
-"""The ledger of a run's time: each second of each worker has one use, whatever happens to the run. And the rules of `why`."""
+"""The ledger of a run's time: each second of each worker has one use, whatever happens to the run."""
 
 from __future__ import annotations
 
@@ -10,44 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.goodput.evidence import Evidence
-from raysgd.goodput.findings import Finding, find_causes
 from raysgd.goodput.ledger import WORDS, Ledger, goodput_of
-from raysgd.goodput.rules import RULES
 from raysgd.result import Event
+from support.run_events import RunEvents as Run
 
 SECONDS = st.floats(0.01, 50.0)
 USES = ("training", "data", "waiting", "checkpoint", "compiling", "evaluation", "callbacks", "garbage")
-
-
-class Run:
-    """Makes the events of a run, as the controller writes them."""
-
-    def __init__(self) -> None:
-        self.at = 1000.0
-        self.events: list[Event] = []
-        self.attempt = 0
-        self.kept_s = 0.0  # of training, at the newest checkpoint
-        self.emit("run_start")
-
-    def emit(self, kind: str, **data: Any) -> None:
-        self.events.append(Event(kind, self.at, data))
-
-    def start(self, size: int, joining_s: float = 1.0) -> None:
-        self.at += joining_s
-        self.attempt += 1
-        for rank in range(size):
-            self.emit("worker_up", rank=rank, node=f"node{rank}")
-        self.emit("attempt_start", attempt=self.attempt, world_size=size, time_before_s=self.kept_s)
-
-    def enter(self, rank: int) -> None:
-        self.emit("entered", rank=rank, attempt=self.attempt, timestamp=self.at)
-
-    def sample(self, rank: int, steps: int, **uses: float) -> None:
-        self.emit("sample", rank=rank, steps=steps, uses=uses, cpu_wait_s=0.0)
-
-    def leave(self, rank: int, **uses: float) -> None:
-        self.emit("left", rank=rank, attempt=self.attempt, uses=uses)
 
 
 @st.composite
@@ -156,7 +124,7 @@ def test_steps_after_the_checkpoint_that_a_failure_undid_are_repeated() -> None:
             "starting": 1,
             "setup": 0.7 + 1,
             "training": 0.7 * 8 + 4,
-            "waiting": 0.7,
+            "skew": 0.7,
             "repeated": 0.3 * 9,
             "recovering": 0.3 * 1 + 0.5 + 2.5,
         }
@@ -188,103 +156,53 @@ def test_a_run_without_a_worker_has_no_goodput_yet() -> None:
     assert goodput_of({}) is None
 
 
-# -- rules -------------------------------------------------------------------------------------------------------------
+# -- waiting: for late ranks, and exchanging -----------------------------------------------------------------------------
 
 
-def stepping(size: int, **uses_of: dict[str, float]) -> list[Finding]:
-    """Find the causes in a run whose steps take these seconds; ``rank1={...}`` differs from ``each={...}``."""
+def waiting(*of_ranks: list[float], every_s: float = 10.0) -> dict[int, dict[str, float]]:
+    """Return the uses of ranks that had waited so long in all at each sample; the rest of the time is training."""
     run = Run()
-    run.start(size, joining_s=0.0)
-    for rank in range(size):
+    run.start(len(of_ranks), joining_s=0.0)
+    for rank in range(len(of_ranks)):
         run.enter(rank)
-    for steps in (10, 110):
-        for rank in range(size):
-            uses = {**uses_of["each"], **uses_of.get(f"rank{rank}", {})}
-            run.at = 1000.0 + steps * sum(uses.values())
-            run.sample(rank, steps, **{use: seconds * steps for use, seconds in uses.items()})
-    run.emit("run_end")
-    return find_causes(Evidence.of(run.events), RULES)
+    for number, waits in enumerate(zip(*of_ranks, strict=True), 1):
+        run.at = 1000.0 + number * every_s
+        for rank, waited_s in enumerate(waits):
+            run.sample(rank, number * 10, training=number * every_s - waited_s, waiting=waited_s)
+    return Ledger.of(run.events).by_rank()
 
 
-def test_a_healthy_run_has_no_cause() -> None:
-    assert stepping(4, each={"training": 0.1, "waiting": 0.002, "data": 0.002, "checkpoint": 0.001}) == []
+def test_the_least_that_a_rank_waits_is_exchanging() -> None:
+    uses = waiting([1.0, 2.0, 3.0], [4.0, 8.0, 12.0])
+    assert uses[0] == pytest.approx({"training": 27, "transfer": 3})
+    assert uses[1] == pytest.approx({"training": 18, "transfer": 3, "skew": 9})
 
 
-def test_all_ranks_wait_for_data() -> None:
-    found = stepping(2, each={"training": 0.06, "data": 0.04})
-    assert [each.cause for each in found] == ["data"]
-    assert found[0].share == pytest.approx(0.4, abs=0.01)
-    assert found[0].gain == pytest.approx(1 / 0.6, rel=0.02), "reading and computing at the same time"
+def test_ranks_that_are_late_at_different_times_are_waited_for() -> None:
+    uses = waiting([0.0, 5.0], [5.0, 5.0])
+    assert all(uses[rank] == pytest.approx({"training": 15, "skew": 5}) for rank in (0, 1))
 
 
-def test_one_rank_waits_for_data() -> None:
-    found = stepping(4, each={"training": 0.06, "data": 0.002, "waiting": 0.038}, rank3={"data": 0.04, "waiting": 0.0})
-    assert [each.cause for each in found] == ["data"]
-    assert "rank 3 on node3 waits 40% of its steps for batches, the others 2%." in found[0].text
+@given(st.lists(st.lists(st.floats(0, 10), min_size=3, max_size=3), min_size=1, max_size=6))
+def test_all_ranks_exchange_equally_long_and_the_rest_of_their_waiting_is_for_late_ranks(
+    waits: list[list[float]],
+) -> None:
+    so_far = [[sum(each[rank] for each in waits[: number + 1]) for number in range(len(waits))] for rank in range(3)]
+    for rank, uses in waiting(*so_far).items():
+        assert uses.get("transfer", 0.0) == pytest.approx(sum(map(min, waits)), abs=1e-6)
+        assert uses.get("transfer", 0.0) + uses.get("skew", 0.0) == pytest.approx(so_far[rank][-1], abs=1e-6)
 
 
-def test_one_rank_computes_longer() -> None:
-    found = stepping(4, each={"training": 0.06, "waiting": 0.04}, rank2={"training": 0.1, "waiting": 0.0})
-    assert [each.cause for each in found] == ["straggler"]
-    assert "rank 2 on node2 computes 1.67x as long as the others" in found[0].text
-    assert found[0].gain == pytest.approx(1 / 0.6, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("use", "cause"),
-    [("compiling", "compiling"), ("callbacks", "callbacks"), ("garbage", "garbage collection")],
-)
-def test_overheads_are_named(use: str, cause: str) -> None:
-    assert [each.cause for each in stepping(2, each={"training": 0.08, use: 0.02})] == [cause]
-
-
-def test_a_first_compilation_belongs_to_the_start() -> None:
-    run = Run()
-    run.start(1, joining_s=1.0)
-    run.enter(0)
-    run.at += 10
-    run.emit("left", rank=0, attempt=1, steps=50, uses={"setup": 1.0, "compiling": 4.0, "training": 5.0})
-    run.emit("run_end")
-    (found,) = find_causes(Evidence.of(run.events), RULES)
-    assert found.cause == "start" and found.share == pytest.approx(6 / 11)
-
-
-def test_waiting_for_the_script_is_no_cause() -> None:
-    assert stepping(2, each={"training": 0.02, "script": 0.08}) == []
-
-
-def test_gain_without_an_overhead_is_that_of_a_step() -> None:
-    (found,) = stepping(2, each={"training": 0.02, "script": 0.06, "callbacks": 0.02})
-    assert (found.cause, found.share) == ("callbacks", pytest.approx(0.2, abs=0.01))
-    assert found.gain == pytest.approx(2)
-
-
-def test_exchanging_that_takes_long_is_no_straggler() -> None:
-    assert [each.cause for each in stepping(4, each={"training": 0.02, "waiting": 0.03})] == ["collectives"]
-
-
-def crowded(**readings: list[float]) -> list[Finding]:
-    """Find the causes in a run of two ranks with these seconds so far at two samples, 10 s apart; a list of each rank's."""
+def test_waiting_for_a_rank_that_has_not_entered_is_for_a_late_rank() -> None:
     run = Run()
     run.start(2, joining_s=0.0)
-    for rank in (0, 1):
-        run.enter(rank)
-    for number, steps in enumerate((10, 110)):
-        run.at = 1000.0 + 0.1 * steps
-        for rank in (0, 1):
-            own = {name: number * values[rank] for name, values in readings.items()}
-            busy = {"name": "burner", "pid": 4711, "processors": 1.5}
-            run.emit("sample", rank=rank, steps=steps, uses={"training": 0.1 * steps}, busy=busy, **own)
-    run.emit("run_end")
-    return find_causes(Evidence.of(run.events), RULES)
-
-
-def test_processors_that_all_ranks_wait_for() -> None:
-    (found,) = crowded(cpu_wait_s=[3.0, 2.0])
-    assert found.cause == "processors" and found.gain == pytest.approx(1.25)
-    assert "20% of the time; most used by burner (pid 4711, 1.5 processors)" in found.text
-
-
-def test_memory_that_a_node_waits_for() -> None:
-    (found,) = crowded(memory_wait_s=[0.0, 4.0])
-    assert found.cause == "memory" and "the node of rank 1, node1, waited 40%" in found.text
+    run.enter(0)
+    run.at += 10
+    run.sample(0, 0, setup=1.0, waiting=9.0)
+    run.enter(1)
+    run.at += 10
+    for rank, waited_s in ((0, 10.0), (1, 1.0)):
+        run.sample(rank, 10, setup=1.0, training=9.0, waiting=waited_s)
+    uses = Ledger.of(run.events).by_rank()
+    assert uses[0]["skew"] == pytest.approx(9)
+    assert uses[0]["transfer"] == pytest.approx(uses[1]["transfer"]) == pytest.approx(1)

@@ -40,7 +40,7 @@ def test_time_up_to_the_last_step_is_divided_into_parts(calls: list[tuple[str, f
         if call in counts:
             counts[call] += 1
             if max(counts.values()) > expected.steps:
-                expected = Spent(max(counts.values()), clock.now - 103, *spent.values())
+                expected = Spent(max(counts.values()), clock.now - 103, spent["data"])
         watch = {"batch": "data", "save_checkpoint": "checkpoint", "barrier": "waiting"}.get(call)
         if watch is None:
             clock.now += seconds
@@ -48,7 +48,7 @@ def test_time_up_to_the_last_step_is_divided_into_parts(calls: list[tuple[str, f
             with getattr(progress, watch):
                 clock.now += seconds
             spent[watch] += seconds
-    assert progress.heartbeat(is_inside=True).spent == pytest.approx(expected)
+    assert progress.spent == pytest.approx(expected)
 
 
 def test_idle_time_is_since_the_newest_call_and_the_longest_pause_between_two_calls() -> None:
@@ -145,7 +145,7 @@ def test_reading_a_batch_is_timed_and_using_it_is_not(how: str) -> None:
         read_s = time.monotonic() - began - used_s
         assert 0.06 <= session.progress.data.seconds <= read_s
         num_batches = 6 if how == "iter_rows" else 3
-        assert session.progress.heartbeat(is_inside=True).spent.steps == num_batches
+        assert session.progress.spent.steps == num_batches
 
 
 def test_local_session_has_progress() -> None:

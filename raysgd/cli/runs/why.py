@@ -25,16 +25,16 @@ def command(run: str, storage_path: str, address: str | None, as_json: bool) -> 
     The run may be live.
     """
     from raysgd.goodput.evidence import Evidence
-    from raysgd.goodput.findings import find_causes
+    from raysgd.goodput.findings import find_causes, list_unseen
     from raysgd.goodput.rules import RULES
     from raysgd.runs.reading import read_events
 
     evidence = Evidence.of(read_events(find_run(run, storage_path, address)))
-    goodput, findings = goodput_of(evidence.totals), find_causes(evidence, RULES)
+    goodput, findings, unseen = goodput_of(evidence.totals), find_causes(evidence, RULES), list_unseen(evidence)
     if as_json:
         found = [vars(finding) for finding in findings]
         ranks = {str(rank): uses for rank, uses in evidence.ledger.by_rank().items()}
-        print_json({"goodput": goodput, "seconds": evidence.totals, "ranks": ranks, "causes": found})
+        print_json({"goodput": goodput, "seconds": evidence.totals, "ranks": ranks, "causes": found, "unseen": unseen})
         return SUCCEEDED
     print("no worker has trained so far" if goodput is None else _summary(evidence, goodput))
     width = max((len(finding.cause) for finding in findings), default=0)
@@ -44,6 +44,8 @@ def command(run: str, storage_path: str, address: str | None, as_json: bool) -> 
         print(f"{'':{width + 10}} {finding.remedy[:1].upper()}{finding.remedy[1:]}{gain}")
     if goodput is not None and not findings:
         print("no cause of slowness was found.")
+    for line in unseen:
+        print(f"{line}.")
     return SUCCEEDED
 
 

@@ -158,9 +158,8 @@ class Run:
         """Execute the run; returns when it is closed."""
         if not self._previous.frames:
             start = {"name": self._info.name, "run_dir": self._info.run_dir, "resumed_from": self._request.start.uri}
-            self._record_event(
-                c.RecordEvent("run_start", {**start, "train_func": self._request.description.get("train_func")})
-            )
+            start["train_func"] = self._request.description.get("train_func")
+            self._record_event(c.RecordEvent("run_start", {**start, "backend": self._info.backend}))
             for line in self._request.start.skipped:
                 self.warn(line)
         self._files.start()
@@ -319,6 +318,8 @@ class Run:
                 self._emit_frame(command)
             case c.RecordEvent():
                 self._record_event(command)
+                if self._watch is not None and command.kind in ("sample", "left"):
+                    self._watch.on_reading(command)
             case c.PrepareGroup():
                 self._end_watch()  # the ranks may change; until the next attempt, the group watches its members
                 self._preparing = self._spawn(self._prepare(command))

@@ -11,7 +11,8 @@ from raysgd.config import FailureConfig
 from raysgd.controller import commands as c
 from raysgd.controller.policies.hang import Hang, HangPolicy, blame
 from raysgd.controller.policies.mismatch import Mismatch, MismatchPolicy
-from raysgd.controller.policies.straggler import Straggler, StragglerPolicy
+from raysgd.controller.policies.straggler import StragglerPolicy
+from raysgd.goodput.findings import Finding
 from raysgd.transport import shorten_retransmissions
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ class WorkerWatch:
         self._replacing: asyncio.Task[bool] | None = None
         self._silent: list[int] = []  # ranks for which replacements were started
         self._awaited: list[int] = []  # ranks that are cut off, of which the user knows that they are waited for
-        self._stragglers = StragglerPolicy(self._loop.time())
+        infos = {rank: info for rank in range(group.size) if (info := group.info(rank)) is not None}
+        self._nodes = {rank: info.node for rank, info in infos.items()}
+        self._stragglers = StragglerPolicy(self._loop.time(), self._nodes)
         self.mismatches = MismatchPolicy(failure.mismatch_timeout_s, range(group.size))
         self._looking: asyncio.Task[None] | None = None
         self._asked: dict[int, asyncio.Task[None]] = {}
@@ -189,7 +192,6 @@ class WorkerWatch:
             self._stragglers.remove(rank)
         else:
             self._policy.on_heartbeat(rank, heartbeat, self._loop.time())
-            self._stragglers.on_heartbeat(rank, heartbeat)
             self.mismatches.on_heartbeat(rank, heartbeat)
 
     def _look_if_due(self) -> None:
@@ -228,11 +230,17 @@ class WorkerWatch:
                     rank, process.cpu_s, process.waited_s, process.is_stopped, self._loop.time()
                 )
 
-    def _report_straggler(self, straggler: Straggler) -> None:
-        info = self._group.info(straggler.rank)
-        node = info.node if info is not None else "a lost node"
-        self._record_event(c.RecordEvent("straggler", straggler.to_event(node)))
-        self._record_event(c.warning(straggler.describe(node)))
+    def on_reading(self, event: c.RecordEvent) -> None:
+        """A rank has sent a sample, or has left train_func."""
+        if event.kind == "left":
+            self._stragglers.remove(event.data["rank"])
+        else:
+            self._stragglers.on_sample(event.data, self._loop.time())
+
+    def _report_straggler(self, found: Finding) -> None:
+        node = self._nodes.get(found.rank or 0, "")
+        self._record_event(c.RecordEvent("straggler", {**vars(found), "node": node}))
+        self._record_event(c.warning(f"{found.text} {found.remedy[:1].upper()}{found.remedy[1:]}"))
 
 
 async def watch_drains(drains: DrainMonitor, on_drain: Callable[[tuple[int, ...], float | None], None]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from raysgd.goodput.findings import Rule
-from raysgd.goodput.rules import checkpoints, collectives, data, machines, overheads, restarts, stragglers
+from raysgd.goodput.rules import batches, checkpoints, collectives, data, machines, overheads, restarts, stragglers
 
+#: Those that name a rank for which the others wait.
+OF_RANKS: tuple[Rule, ...] = (data.find, stragglers.find, batches.find_uneven)
 RULES: tuple[Rule, ...] = (
-    data.find,
-    stragglers.find,
+    *OF_RANKS,
+    batches.find_small,
     collectives.find,
     machines.find_processors,
     machines.find_memory,

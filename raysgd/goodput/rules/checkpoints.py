@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from raysgd.goodput.evidence import Evidence
+from raysgd._util.text import in_time
+from raysgd.goodput.evidence import Evidence, gain_of
 from raysgd.goodput.findings import Finding
-from raysgd.goodput.rules.restarts import best_interval_s
+from raysgd.goodput.rules.restarts import best_interval_s, saving_interval_s
 
 
 def find(evidence: Evidence) -> Finding | None:
-    share, number = evidence.share("checkpoint"), len(evidence.savings)
+    number = len(evidence.savings)
     if not number:
         return None
-    best_s = best_interval_s(evidence)
-    every = "less often" if best_s is None else f"every {best_s:.0f} s, which costs least for this rate of failures,"
+    best_s, interval_s = best_interval_s(evidence), saving_interval_s(evidence)
+    share, gain = evidence.cost_of("checkpoint")
+    every = "less often"
+    if best_s is not None and interval_s is not None and gain is not None:
+        if best_s <= interval_s:
+            every, gain = "to memory in between (CheckpointConfig(keep_in_memory=True))", None
+        else:
+            every = f"every {in_time(best_s)}, which costs least for this rate of failures,"
+            stalled_s = evidence.step_s * (1 - 1 / gain)
+            gain = gain_of(evidence.step_s, stalled_s * (1 - interval_s / best_s))
     return Finding(
         "checkpoints",
         share,
         f"train_func stood {share:.0%} of the time in save_checkpoint, {number} times.",
         f"save {every} or to faster storage.",
-        evidence.gain_without("checkpoint"),
+        gain,
     )

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+from statistics import median
+
+from raysgd._util.text import in_bytes
 from raysgd.goodput.evidence import Evidence, gain_of
 from raysgd.goodput.findings import Finding
+from raysgd.goodput.rules.batches import SLOW_BYTES_PER_S, find_small, is_latency, traffic
 
 #: Below this part of a step, exchanging is what data parallelism costs.
 SHARE = 0.2
 
 
 def find(evidence: Evidence) -> Finding | None:
-    waits = [pace.uses.get("waiting", 0.0) for pace in evidence.paces.values()]
-    if len(waits) < 2 or not evidence.step_s or (share := min(waits) / evidence.step_s) < SHARE:
+    step_s = evidence.step_s
+    exchange_s = max(0.0, evidence.exchange_s - evidence.uneven_s)
+    if not step_s or (share := exchange_s / step_s) < SHARE:
         return None
-    return Finding(
+    if is_latency(evidence) and find_small(evidence) is not None:
+        return None
+    sent = traffic(median(pace.sent_bytes for pace in evidence.paces.values()), len(evidence.paces))
+    rate = sent / exchange_s
+    nodes = {evidence.nodes.get(rank) for rank in evidence.paces}
+    cause, what = (
         "collectives",
+        f"exchanging gradients and states takes {share:.0%} of a step on every rank, {exchange_s * 1e3:.0f} ms",
+    )
+    remedy = "accumulate gradients over two batches, or make larger ones"
+    if sent and not is_latency(evidence):
+        what += f" for {in_bytes(sent)}"
+    if len(nodes) > 1 and not is_latency(evidence) and 0 < rate < SLOW_BYTES_PER_S:
+        cause, what = "slow link", f"{what}: less than 1 Gbit/s between {len(nodes)} nodes"
+        remedy = f"find the node with the slow link by `raysgd doctor --cluster`, and avoid it; or {remedy}"
+    return Finding(
+        cause,
         evidence.stepping_share * share,
-        f"exchanging gradients and states takes {share:.0%} of a step on every rank, {min(waits) * 1e3:.0f} ms.",
-        "make larger batches or accumulate gradients; see the cables with `raysgd doctor --cluster`.",
-        gain_of(evidence.step_s, min(waits) / 2),  # accumulating over two batches
+        f"{what}.",
+        f"{remedy}.",
+        gain_of(step_s, exchange_s / 2),  # two batches exchange once
     )

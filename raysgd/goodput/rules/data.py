@@ -21,14 +21,18 @@ def find(evidence: Evidence) -> Finding | None:
     longest_s = waits[slowest]
     others_s = median(wait_s for rank, wait_s in waits.items() if rank != slowest) if len(waits) > 1 else longest_s
     if longest_s > FACTOR * others_s and longest_s - others_s > EXCESS * step_s:
+        if not evidence.sees_own_data:
+            return None
         saved_s = longest_s - others_s  # the other ranks wait for it, unless they train alone
-        node = f" on {node}" if (node := evidence.nodes.get(slowest)) else ""
+        step_s = evidence.paces[slowest].step_s
         return Finding(
             "data",
             evidence.stepping_share * saved_s / step_s,
-            f"rank {slowest}{node} waits {longest_s / step_s:.0%} of its steps for batches, the others {others_s / step_s:.0%}.",
+            f"{evidence.place_of(slowest)} waits {longest_s / step_s:.0%} of its steps for batches, "
+            f"the others {others_s / step_s:.0%}.",
             f"see what rank {slowest} reads and from where; {_PREFETCH}.",
             gain_of(step_s, saved_s),
+            slowest,
         )
     saved_s = min(longest_s, step_s - longest_s)  # read ahead: reading and computing at the same time
     return Finding(

@@ -36,4 +36,5 @@ def find_memory(evidence: Evidence) -> Finding | None:
         evidence.stepping_share * share,
         f"the node of rank {rank}, {evidence.nodes.get(rank, '?')}, waited {share:.0%} of the time for memory.",
         "start fewer workers there, keep less in memory (smaller batches, fewer batches ahead), or take a larger node.",
+        rank=rank,
     )

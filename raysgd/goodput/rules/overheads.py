@@ -28,7 +28,7 @@ def find_compiling(evidence: Evidence) -> Finding | None:
         share,
         f"steps after the first ones compiled again, which took {share:.0%} of the time.",
         "give all batches the same shape (pad the shorter ones), and pass what changes as arrays, not as Python values.",
-        evidence.gain_without("compiling"),
+        evidence.cost_of("compiling")[1],
     )
 
 
@@ -60,5 +60,5 @@ def find_garbage_collection(evidence: Evidence) -> Finding | None:
 
 
 def _overhead(evidence: Evidence, cause: str, use: str, text: str, remedy: str) -> Finding | None:
-    share = evidence.share(use)
-    return Finding(cause, share, text.format(share=share), remedy, evidence.gain_without(use))
+    share, gain = evidence.cost_of(use)
+    return Finding(cause, share, text.format(share=share), remedy, gain)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import sqrt
+from statistics import median
 
 from raysgd._util.text import in_time
-from raysgd.goodput.evidence import Evidence
+from raysgd.goodput.evidence import Evidence, gain_of
 from raysgd.goodput.findings import Finding
 
 #: Repeated steps are worth a word about saving if they are this part of what failures cost.
@@ -13,31 +15,72 @@ REPEATED_PART = 0.3
 
 
 def find(evidence: Evidence) -> Finding | None:
-    if not evidence.failures:
+    number, workers = evidence.num_failures, evidence.num_workers
+    if not number:
         return None
-    share = evidence.share("repeated", "recovering")
-    workers = max(1, len(evidence.nodes))
-    repeated_s = evidence.totals.get("repeated", 0.0) / workers
-    cost_s = repeated_s + evidence.totals.get("recovering", 0.0) / workers
-    number = len(evidence.failures)
+    repeated_s, recovering_s = (evidence.totals.get(use, 0.0) / workers for use in ("repeated", "recovering"))
+    cost_s = repeated_s + recovering_s
     text = f"{number} failure{'s' if number > 1 else ''} cost {in_time(cost_s)}"
-    remedy = (
-        "see the failures with `raysgd status`; spare workers (elastic groups, ScalingConfig(spares=)) shorten the gap."
+    remedy, gain = (
+        "see them with `raysgd status`; spares (ScalingConfig(spares=)) shorten the time until workers train again.",
+        None,
     )
-    if repeated_s >= REPEATED_PART * cost_s and (best_s := best_interval_s(evidence)) is not None:
+    if repeated_s >= REPEATED_PART * cost_s:
         text += f", {in_time(repeated_s)} of it in repeated steps"
-        remedy = f"save a checkpoint about every {in_time(best_s)}: for this rate of failures that costs least."
-    return Finding("restarts", share, f"{text}.", remedy)
+        remedy, gain = _save_more(evidence, repeated_s)
+    return Finding("restarts", evidence.share("repeated", "recovering"), f"{text}.", remedy, gain)
+
+
+def _save_more(evidence: Evidence, repeated_s: float) -> tuple[str, float | None]:
+    """Return what to do about repeated steps, and how many times as many steps that makes in a time."""
+    best_s, interval_s, held_s = (
+        best_interval_s(evidence),
+        saving_interval_s(evidence),
+        evidence.held_s / evidence.num_workers,
+    )
+    live = "with raysgd.live_state a death costs one step"
+    if best_s is None:
+        return f"save checkpoints in the loop, none was saved; {live}.", None
+    if interval_s is None or best_s >= interval_s:
+        return f"{live}; checkpoints are saved often enough.", None
+    stall_s = evidence.stall_s
+    # A failure comes in the middle of an interval, and what is still being written is lost too.
+    expected_s = min(
+        repeated_s, evidence.num_failures * (best_s / 2 + median(each.write_s for each in evidence.savings))
+    )
+    more_s = stall_s * held_s * (1 / best_s - 1 / interval_s)
+    often, rare = (_in_steps(evidence, seconds) for seconds in (best_s, interval_s))
+    text = (
+        f"save_checkpoint every {often} instead of {rare}: {in_time(expected_s)} of repeated steps, "
+        f"for {stall_s / best_s:.1%} of stall; {live}."
+    )
+    return text, gain_of(held_s, repeated_s - expected_s - more_s)
+
+
+def _in_steps(evidence: Evidence, seconds: float) -> str:
+    return f"{max(1, round(seconds / evidence.step_s))} steps" if evidence.step_s else in_time(seconds)
+
+
+def saving_interval_s(evidence: Evidence) -> float | None:
+    """Return the seconds of steps between checkpoints; None without any."""
+    savings = evidence.savings
+    if not savings:
+        return None
+    gaps = [after.at - before.at for before, after in pairwise(savings) if after.attempt == before.attempt]
+    stepping_s = evidence.held_s * (evidence.stepping_share + evidence.share("repeated")) / evidence.num_workers
+    return median(gaps) if gaps else stepping_s / len(savings)
 
 
 def best_interval_s(evidence: Evidence) -> float | None:
     """Return the seconds between checkpoints for which stalls and repeated steps together cost least.
 
-    ``sqrt(2 * stall * time between failures)``: Young, "A first order approximation to the optimum checkpoint interval", 1974.
-    None without a checkpoint or without failures.
+    Daly, "A higher order estimate of the optimum checkpoint interval", 2006, of which the first term is that of Young, 1974. Not
+    shorter than a checkpoint takes to write. None without a checkpoint or without failures.
     """
-    if not evidence.savings or not evidence.failures:
+    if not evidence.savings or not evidence.num_failures:
         return None
-    workers = max(1, len(evidence.nodes))
-    stall_s = max(evidence.totals.get("checkpoint", 0.0) / workers / len(evidence.savings), 1e-3)
-    return sqrt(2 * stall_s * evidence.held_s / workers / len(evidence.failures))
+    stall_s = max(evidence.stall_s, 1e-3)
+    between_s = evidence.held_s / evidence.num_workers / evidence.num_failures
+    ratio = stall_s / (2 * between_s)
+    best_s = between_s if ratio >= 1 else sqrt(2 * stall_s * between_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - stall_s
+    return max(best_s, median(each.write_s for each in evidence.savings), evidence.step_s)

@@ -1,45 +1,92 @@
-"""A rank computes longer than the others, which wait for it."""
+"""A rank computes longer than the others, which wait for it, though its batches are no larger."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import median
 
 from raysgd.goodput.evidence import Evidence, Pace, gain_of
 from raysgd.goodput.findings import Finding
 
-#: A rank is slow if its own time is above the others' median by this part of a step, and they wait at least half as long for it.
+#: A rank is slow if its own time is above the others' median by this part of a step, and they wait at least half as long for it,
+#: or make that much shorter steps.
 EXCESS = 0.05
-#: The processors are the cause if the rank waited for them for this part of the difference.
-CPU_PART = 0.5
+#: The processors are the cause, or the batches, if they explain this part of the difference.
+EXPLAINED = 0.5
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank that computes longest, for which the others wait.
+
+    Attributes:
+        pace: Its steps.
+        others: Those of the others.
+        others_s: The median of the others' seconds of computing per step.
+        excess_s: How many seconds per step it computes longer.
+    """
+
+    rank: int
+    pace: Pace
+    others: Mapping[int, Pace]
+    others_s: float
+    excess_s: float
+
+    @property
+    def has_larger_batches(self) -> bool:
+        """Whether its batches have so many more values than those of the others that this is the cause."""
+        own, sizes = (
+            self.pace.batches,
+            [each.batches.values for each in self.others.values() if each.batches is not None],
+        )
+        if own is None or not sizes or not median(sizes):
+            return False
+        more = own.values - median(sizes)
+        # Where batches differ, what a value takes is known; else the time is taken to be proportional.
+        value_s = own.value_s or self.others_s / median(sizes)
+        return more > 0 and value_s * more >= EXPLAINED * self.excess_s
+
+
+def find_slowest(evidence: Evidence) -> Slowest | None:
+    """Return the rank that the others wait for because it computes longest; None if there is none."""
+    own = {rank: pace.computing_s for rank, pace in evidence.paces.items()}
+    if len(own) < 2 or not evidence.step_s:
+        return None
+    slowest = max(own, key=lambda rank: own[rank])
+    others = {rank: pace for rank, pace in evidence.paces.items() if rank != slowest}
+    others_s = median(pace.computing_s for pace in others.values())
+    excess_s = own[slowest] - others_s
+    pace = evidence.paces[slowest]
+    waited_s = median(each.waiting_s for each in others.values())
+    slower_s = pace.step_s - median(each.step_s for each in others.values())  # of ranks that train alone
+    if excess_s < EXCESS * pace.step_s or max(waited_s, slower_s) < excess_s / 2:
+        return None
+    return Slowest(slowest, pace, others, others_s, excess_s)
 
 
 def find(evidence: Evidence) -> Finding | None:
-    own = {rank: _computing_s(pace) for rank, pace in evidence.paces.items()}
-    step_s = evidence.step_s
-    if len(own) < 2 or not step_s:
+    slowest = find_slowest(evidence)
+    if slowest is None or slowest.has_larger_batches:
         return None
-    slowest = max(own, key=lambda rank: own[rank])
-    others = [pace for rank, pace in evidence.paces.items() if rank != slowest]
-    others_s = median(_computing_s(pace) for pace in others)
-    excess_s = own[slowest] - others_s
-    waited_s = median(pace.uses.get("waiting", 0.0) for pace in others)
-    if excess_s < EXCESS * step_s or waited_s < excess_s / 2:
-        return None
-    pace, node = evidence.paces[slowest], evidence.nodes.get(slowest)
+    pace, saved_s = slowest.pace, slowest.excess_s
     why, remedy = "", "see what else runs there, or exclude the node."
-    if pace.cpu_wait_s >= CPU_PART * excess_s:
-        busy = evidence.busy.get(slowest, "other processes")
+    if pace.cpu_wait_s >= EXPLAINED * saved_s:
+        busy = evidence.busy.get(slowest.rank, "other processes")
         why = f"; {busy} had its processors for {pace.cpu_wait_s / pace.step_s:.0%} of the time"
         remedy = "give its node to this run alone, or exclude the node."
+        # Whatever the rank does takes longer, and the others wait for all of it.
+        others = slowest.others.values()
+        saved_s = max(
+            pace.own_s - median(each.own_s for each in others),
+            pace.cpu_wait_s - median(each.cpu_wait_s for each in others),
+        )
+    longer = (slowest.others_s + slowest.excess_s) / max(slowest.others_s, 1e-9)
     return Finding(
         "straggler",
-        evidence.stepping_share * excess_s / step_s,
-        f"rank {slowest}{f' on {node}' if node else ''} computes {own[slowest] / max(others_s, 1e-9):.2f}x as long as the others"
-        f"{why}.",
+        evidence.stepping_share * saved_s / pace.step_s,
+        f"{evidence.place_of(slowest.rank)} computes {longer:.2f}x as long as the others{why}.",
         remedy,
-        gain_of(step_s, excess_s),
+        gain_of(pace.step_s, saved_s),
+        slowest.rank,
     )
-
-
-def _computing_s(pace: Pace) -> float:
-    return pace.own_s - sum(pace.uses.get(use, 0.0) for use in ("data", "checkpoint", "callbacks", "compiling"))

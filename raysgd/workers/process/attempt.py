@@ -193,7 +193,7 @@ class Attempt:
 
     def heartbeat(self) -> Heartbeat:
         """Return how far train_func has come."""
-        return self.session.progress.heartbeat(is_inside=self._thread.is_inside, has_gpu=self._order.member.has_gpu)
+        return self.session.progress.heartbeat(is_inside=self._thread.is_inside)
 
     def preempt(self, why: str) -> bool:
         """Report to the controller that this process got SIGTERM; return False if that was reported before.
@@ -288,7 +288,8 @@ class Attempt:
         self.has_returned = isinstance(outcome, Returned)
         if not self.has_returned:
             self._leave_group()
-        self._event_queue.put(Left(find_output(), self.session.progress.spent.steps, self._uses))
+        progress = self.session.progress
+        self._event_queue.put(Left(find_output(), progress.spent.steps, self._uses, progress.work()))
         self.session.close()
         # Saves must become durable however train_func ended. A rank that others wait for does not wait for memory copies.
         is_cause = isinstance(outcome, Returned) or (isinstance(outcome, Failed) and not outcome.in_collective)
@@ -488,6 +489,7 @@ class Sampler:
             "output_bytes": [file.size for file in find_output()],
             "steps": spent.steps,
             "uses": session.progress.uses(),
+            **session.progress.work(),
             **self._pressure.read(session.progress.cpu_wait_s(), elapsed),
         }
         self._publish(values)
