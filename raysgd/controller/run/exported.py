@@ -29,7 +29,7 @@ GAUGES = {
     "worker_seconds": "Seconds of all workers by what they were used for",
     "world_size": "Workers of the attempt; 0 while there is none",
 }
-#: Seconds between two exports, and the part of the time that they may take: a ledger of a thousand workers takes 0.1 s to add up.
+#: Seconds between two exports, and the part of the time in which the ledger may be added up: of 1,000 workers that takes 0.1 s.
 _INTERVAL_S, _SHARE = 2.0, 0.01
 #: Samples of a rank that the ledger keeps. The sums of the newest one are those of all before it.
 _MAX_READINGS = 2
@@ -81,13 +81,15 @@ class RunMetrics:
         """Export until cancelled, and then once more; also while nothing happens, as Ray drops gauges that are not set again."""
         try:
             with contextlib.suppress(asyncio.CancelledError):
-                took_s = 0.0
+                totals: dict[str, float] = {}
+                due_at = 0.0
                 while True:
-                    await asyncio.sleep(max(_INTERVAL_S, took_s / _SHARE))
-                    began = time.monotonic()
-                    self._ledger.advance(time.time())
-                    self.export(await asyncio.to_thread(self._ledger.totals))
-                    took_s = time.monotonic() - began
+                    await asyncio.sleep(_INTERVAL_S)
+                    if (began := time.monotonic()) >= due_at:
+                        self._ledger.advance(time.time())
+                        totals = await asyncio.to_thread(self._ledger.totals)
+                        due_at = began + (time.monotonic() - began) / _SHARE
+                    self.export(totals)
             self.export(self._ledger.totals())
         except Exception as error:  # a run must not fail because it is measured
             get_logger().warning("the run's metrics are no longer exported to Prometheus: %s", error)
