@@ -30,7 +30,7 @@ from raysgd.controller import commands as c
 from raysgd.controller.journal import frame_streams as downlink
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.run.executor import Run
-from raysgd.result import RunInfo
+from raysgd.result import Event, RunInfo
 from raysgd.transport import Endpoint, Listener
 from raysgd.workers import events_connection as uplink
 from raysgd.workers.orders import WorkerTask
@@ -73,7 +73,7 @@ class Controller:
         endpoint = self.group.streams.endpoint = await self.listener.open("127.0.0.1")
         return endpoint
 
-    def _observe(self, event: c.RecordEvent, iteration: int) -> None:
+    def _observe(self, event: Event, iteration: int) -> None:
         if event.kind == "checkpoint":
             self.commits[event.data["number"]] = time.time()
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from raysgd.controller.frames import Frame
     from raysgd.controller.processes.hosting import CallbackHosting
     from raysgd.controller.run.executor import Run
+    from raysgd.controller.run.exported import RunMetrics
 
 
 class TrainerActor(Watched):
@@ -131,7 +132,7 @@ class TrainerActor(Watched):
         self._last_asked = request.run_id
         async with self._turn:
             try:
-                run, info = await self._make_run(request)
+                run, info, metrics = await self._make_run(request)
             except Exception as error:  # such as a storage path that cannot be written: every reader of the run gets it
                 announced.set_exception(error)
                 return
@@ -152,11 +153,13 @@ class TrainerActor(Watched):
                     gcs, lambda away_s: run.warn(describe_outage(gcs, away_s, info.run_dir), run_dir=info.run_dir)
                 )
             )
+            exporting = asyncio.ensure_future(metrics.export_regularly())
             try:
                 await run.execute()
             finally:
                 watch.close()
                 watching.cancel()
+                exporting.cancel()
             self._unwatch_data(request)
             kept = request if self._settings.alias is not None else None
             over = RunRecord(request.run_id, info.run_dir, kept, is_live=False)
@@ -352,7 +355,7 @@ class TrainerActor(Watched):
         if record.request is None:
             raise UsageError("this run's results can no longer be read, because the controller was restarted")
 
-    async def _make_run(self, request: RunRequest) -> tuple[Run, RunInfo]:
+    async def _make_run(self, request: RunRequest) -> tuple[Run, RunInfo, RunMetrics]:
         if self._instances.are_live:
             raise UsageError(
                 "instances of the class API are live on the workers; call start() without a class to drop them"
@@ -383,6 +386,7 @@ class TrainerActor(Watched):
         checkpoint_config = request.checkpoint_config or settings.spec.checkpoint_config
         earlier = await asyncio.to_thread(find_earlier, storage, checkpoint_config)
         last_attempt = None if record is None else await call_cluster(get_attempt, settings.name, request.run_id)
+        metrics = RunMetrics(info.label)
         run = Run(
             request,
             info,
@@ -397,9 +401,9 @@ class TrainerActor(Watched):
             last_attempt=last_attempt,
             begins=partial(call_cluster, put_attempt, settings.name),
             earlier=earlier,
-            observe=RunMetrics(info.label).observe,
+            observe=metrics.observe,
         )
-        return run, info
+        return run, info, metrics
 
     def _follow_on_host(self, run: Run, request: RunRequest, info: RunInfo) -> Any:
         if self._hosting is None:

@@ -144,8 +144,8 @@ class Evidence:
     backend: str = ""
 
     @classmethod
-    def of(cls, events: Sequence[Event]) -> Evidence:
-        """Collect what the events of a run say, oldest first."""
+    def of(cls, events: Sequence[Event], until: float = 0.0) -> Evidence:
+        """Collect what the events of a run say, oldest first; of a live run, count the time up to a moment (s since the epoch)."""
         nodes: dict[int, str] = {}
         readings, newest = Readings(), Readings()
         savings: list[Saving] = []
@@ -168,6 +168,7 @@ class Evidence:
                     failures += 1
         used = readings if readings.paces() else newest
         ledger = Ledger.of(events)
+        ledger.advance(until)
         return cls(ledger, ledger.totals(), nodes, used.paces(), used.windows(), savings, failures, used.busy, backend)
 
     def within(self, window: Window) -> Evidence:

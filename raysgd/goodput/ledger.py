@@ -176,7 +176,7 @@ class Ledger:
         max_readings: How many samples of a rank in an attempt are kept, an even number; of more, every second one.
 
     Attributes:
-        now: The time of the newest event.
+        now: The time up to which is counted: that of the newest event, or given to `advance`.
     """
 
     def __init__(self, max_readings: int = 1024) -> None:
@@ -216,6 +216,11 @@ class Ledger:
             case "resumed":
                 self._span(at, PAUSED)
                 self._joining = STARTING
+
+    def advance(self, moment: float) -> None:
+        """Count the time of a live run up to a moment; a pause, or a wait for resources, has no events meanwhile."""
+        if self.now and not self._is_over:
+            self.now = max(self.now, moment)
 
     def _start(self, data: Mapping[str, Any]) -> None:
         if self._attempts and self._attempts[-1].end is None:  # it ended without a word: the controller was lost

@@ -89,6 +89,11 @@ def state_by_files(outcome: str | None, *, is_paused: bool, last_s: float) -> st
     return outcome or ("paused" if is_paused else "live" if time.time() - last_s < SILENT_S else "silent")
 
 
+def is_paused(events: Sequence[Event]) -> bool:
+    """Return whether a run is paused by its events."""
+    return next((event.kind for event in reversed(events) if event.kind in ("paused", "resumed")), "") == "paused"
+
+
 class StateReader:
     """Reads the state of a run, again and again: each time what is new in its events, and the end of its reports.
 
@@ -145,15 +150,15 @@ class StateReader:
         last = self._newest_round()
         attempts = [event.data for event in events if event.kind == "attempt_start"]
         before = [int(attempt.get("iterations_before", 0)) for attempt in attempts]
-        is_paused = [event.kind for event in events if event.kind in ("paused", "resumed")][-1:] == ["paused"]
+        paused = is_paused(events)
         ended_s = max(self._last_s, last.get("timestamp", 0.0))
         return RunState(
             name=run_name(folder),
             run_dir=folder.path_of(""),
-            state=state_by_files(outcome_of(events), is_paused=is_paused, last_s=ended_s),
+            state=state_by_files(outcome_of(events), is_paused=paused, last_s=ended_s),
             iteration=max([int(last.get("training_iteration", 0)), *before[-1:]]),  # it may not have reported since
             metrics=dict(last),
-            world_size=attempts[-1]["world_size"] if attempts and not is_paused else 0,
+            world_size=attempts[-1]["world_size"] if attempts and not paused else 0,
             num_failures=sum(event.kind == "failure" for event in events),
             started_s=float(self._description.get("started") or self._first_s or last.get("timestamp", 0.0)),
             ended_s=ended_s,

@@ -116,15 +116,21 @@ class ResultStream:
         self._values_lost: WorkerError | None = None
         self.run_dir: str | None = None
         ledger = Ledger(max_readings=_MAX_READINGS)
-        self.run_info = replace(RunInfo("", "", {}, 0, "") if info is None else info, read_goodput=ledger.goodput)
+
+        def read_goodput() -> float | None:
+            if thread.is_alive():  # the run may be live, and have no event now
+                ledger.advance(time.time())
+            return ledger.goodput()
+
+        self.run_info = replace(RunInfo("", "", {}, 0, "") if info is None else info, read_goodput=read_goodput)
         log = _WarningLog(channel, run_id, self.run_info.warnings, is_logged=logs_warnings)
         self.warn = log.add
         reader = make_reader(self)
         log.has_callbacks = reader is not None
         # It refers to this object weakly: a stream that nobody holds any more does not live on in its thread.
         arguments = (weakref.ref(self), channel, run_id, reader, log, ledger)
-        self._thread = threading.Thread(target=_read, args=arguments, name="raysgd-reader", daemon=True)
-        self._thread.start()
+        self._thread = thread = threading.Thread(target=_read, args=arguments, name="raysgd-reader", daemon=True)
+        thread.start()
 
     # -- for the user ---------------------------------------------------------------------------------------------
 

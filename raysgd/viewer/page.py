@@ -51,6 +51,7 @@ _SCRIPTS = (
     "grid.js",
     "media.js",
     "charts_view.js",
+    "time_view.js",
     "table_view.js",
     "search_view.js",
     "logs_view.js",
@@ -94,6 +95,8 @@ def write_file(runs: Sequence[RunData], *, is_frame: bool = False) -> Iterator[s
             if len(found["curves"]) > 1:
                 column["ranks"] = f"ranks-{place}-{number}"
                 yield f'<script type="application/json" id="{column["ranks"]}">{_json(found)}</script>\n'
+        if not is_frame:
+            answer["time"] = run.time_used()
         yield f'<script type="application/json" data-run="{place}">{_json(answer)}</script>\n'
     rows = [
         {"id": place, "name": run.name, "ranges": run.ranges(), **row_of(read_state(run.folder))}

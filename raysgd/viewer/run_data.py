@@ -21,6 +21,9 @@ from raysgd.controller import frames
 from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import read_description, reading
 from raysgd.controller.rounds import RoundMerger, check_reduce
+from raysgd.goodput.evidence import Evidence
+from raysgd.goodput.ledger import WORDS
+from raysgd.goodput.summary import KeptEvents, summarize
 from raysgd.result import Event, Result
 from raysgd.runs.finding import run_name
 from raysgd.runs.output import OutputTimes
@@ -38,6 +41,8 @@ MAX_WARNINGS = 500
 _BUDGET_S = 0.5
 _READ_BYTES = 2 << 20
 _MAX_UNSORTED = 2000
+#: Seconds until a live run's time is added up again, and how many times as long as that has taken.
+_TIME_EVERY_S, _TIME_REST = 2.0, 20.0
 _LOADS = ("rss_bytes", "cpu_percent", "gpu_memory_bytes", "gpu_percent", "reports_per_s")
 #: The parts of ``run.json`` that are shown elsewhere, or say nothing to a reader.
 _NOT_SETTINGS = frozenset({"config", "versions", "name", "run_dir", "workers", "resources", "started"})
@@ -76,6 +81,10 @@ class RunData:
         self._end: dict[str, Any] | None = None
         self._last_time = self._first_time = 0.0
         self._last_iteration = 0
+        self._kept = KeptEvents()
+        self._time: dict[str, Any] = {}
+        self._time_seq = -2  # of the newest frame that it counts
+        self._time_again_at = 0.0
 
     def read(self, after: int = -1, *, is_final: bool = False) -> dict[str, Any]:
         """Read what is new in the folder, and return what a page needs. Blocks.
@@ -120,6 +129,22 @@ class RunData:
                 if columns.iterations != self._results.iterations:
                     curves[str(rank)]["x"] = encode(columns.iterations[::step])
             return {"step": step, "curves": curves}
+
+    def time_used(self) -> dict[str, Any]:
+        """Return what the time was used for so far: see `summarize`; ``words``: those of each use, in their order; and
+        ``is_final``: it will not change.
+
+        Of a live run, it is added up again after a while that is long against what that takes.
+        """
+        with self._lock:
+            is_live = self._state() in ("live", "paused")
+            began = time.monotonic()
+            if (self._time_seq != self._seq or is_live) and began >= self._time_again_at:
+                evidence = Evidence.of(list(self._kept), until=time.time() if is_live else 0.0)
+                self._time, self._time_seq = {**summarize(evidence), "words": WORDS}, self._seq
+                ended = time.monotonic()
+                self._time_again_at = ended + max(_TIME_EVERY_S, _TIME_REST * (ended - began))
+            return {**self._time, "is_final": self._is_closed and self._time_seq == self._seq}
 
     def ranges(self, budget_s: float | None = None) -> dict[str, list[float]] | None:
         """Read what is new, and return the lowest and the highest finite value of each metric. Errors as for `read`.
@@ -236,7 +261,9 @@ class RunData:
         self._last_time = max(self._last_time, timestamp)
         self._first_time = self._first_time or timestamp
         self._timeline.add(kind, timestamp, data)
-        self._output.add(Event(kind, timestamp, dict(data)))
+        event = Event(kind, timestamp, dict(data))
+        self._output.add(event)
+        self._kept.add(event)
         if kind == "sample":
             rank = data["rank"]
             if rank not in self._samples:

@@ -39,6 +39,7 @@ _POLL_S = 0.1
 _TIMEOUT_S = 10.0
 _RUN = re.compile(r"/api/runs/([0-9]{1,9})")
 _RANKS = re.compile(r"/api/runs/([0-9]{1,9})/ranks")
+_TIME = re.compile(r"/api/runs/([0-9]{1,9})/time")
 _ANY_RUN = re.compile(r"/api/runs/([0-9]{1,9})(?:/|$)")
 _IMAGE = re.compile(r"/api/runs/([0-9]{1,9})/media/([0-9a-f]{32}\.png)")
 _OUTPUT = re.compile(r"/api/runs/([0-9]{1,9})/output")
@@ -205,6 +206,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json(catalog.open_run(int(match[1])).read(_number(query, "after", -1)))
         elif match := _RANKS.fullmatch(path):
             self._send_json(catalog.open_run(int(match[1])).rank_curves(query.get("metric", [""])[0]))
+        elif match := _TIME.fullmatch(path):
+            self._send_json(catalog.open_run(int(match[1])).time_used())
         elif match := _IMAGE.fullmatch(path):
             image = catalog.folder_of(int(match[1])).child(FOLDER).read_bytes(match[2], _MAX_IMAGE_BYTES)
             self._send(HTTPStatus.OK, "image/png", image)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import signal
 import time
 import urllib.request
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import raysgd
+from raysgd.cli.main import main
 from raysgd.controller.run.exported import COUNTERS, GAUGES
+from raysgd.goodput.ledger import WORDS
 from raysgd.workers.process.attempt import EXPORTED
 from support.poll import until
 from support.ports import free_port
@@ -85,13 +91,12 @@ def test_run_and_workers_are_exported_during_training(ray_cluster: Any, tmp_path
         config = {"folder": str(tmp_path)}
         stream = trainer.run_generator(train_func, config, callbacks=quiet(), dataset=[{"x": i} for i in range(40)])
         next(stream)
-        folder = Path(str(stream.run_dir))
-        run = f"{folder.parent.name}/{folder.name}"
+        run = label_of(stream.run_dir)
         assert until(are_plausible, PATIENCE_S, interval_s=0.5), metrics_page()
         (tmp_path / "checked").touch()
         assert until(lambda: exported("run_restarts_total") == {(run, ""): 1}, PATIENCE_S, 0.5)
         assert re.search(r'^ray_raysgd_run_restarts_total{[^}]*cause="death"', metrics_page(), re.MULTILINE)
-        assert 0 < exported("run_goodput_fraction")[run, ""] < 1
+        assert 0 < exported("run_goodput_ratio")[run, ""] < 1
         assert until(lambda: exported("run_world_size") == {(run, ""): 2}, PATIENCE_S, 0.5)
         assert exported("run_failures_total") == exported("run_checkpoints_total") == {(run, ""): 1}
         assert exported("run_checkpoint_bytes_total")[run, ""] > 1000
@@ -106,6 +111,69 @@ def test_run_and_workers_are_exported_during_training(ray_cluster: Any, tmp_path
         assert until(lambda: exported("run_world_size") == {(run, ""): 0}, PATIENCE_S, 0.5)
     assert set(samples["rank"]) == {0, 1}
     assert (samples["rss_bytes"] > 10e6).all()
+
+
+def label_of(run_dir: str | None) -> str:
+    """Return the label of a run."""
+    return "/".join(Path(str(run_dir)).parts[-2:])
+
+
+def test_a_live_run_says_the_same_of_its_time_everywhere_during_a_restart_and_a_pause(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    def train_func(config: dict[str, Any]) -> None:
+        while not raysgd.should_stop():
+            time.sleep(0.05)
+            raysgd.report(step=0)
+            if (Path(config["folder"]) / "saves").exists():
+                raysgd.save_checkpoint({"x": 1})
+            if (
+                (Path(config["folder"]) / "kill").exists()
+                and raysgd.world_rank() == 1
+                and once(config["folder"], "died")
+            ):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def seconds_by_use() -> dict[str, float]:
+        rows = re.findall(r"^ray_raysgd_run_worker_seconds{(.*)} (\S+)$", metrics_page(), re.MULTILINE)
+        found = [(dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)) for labels, value in rows]
+        return {tags["use"]: value for tags, value in found if tags["run"] == label_of(stream.run_dir)}
+
+    def why() -> dict[str, Any]:
+        with redirect_stdout(io.StringIO()) as out:
+            assert main(["why", "--json", str(stream.run_dir)]) == 0
+        found: dict[str, Any] = json.loads(out.getvalue())
+        return found
+
+    def agree() -> bool:
+        """Whether the command, the driver and the exporter have the same goodput, all of a moment ago."""
+        by_command, by_driver = why()["goodput"], stream.run_info.goodput
+        by_exporter = exported("run_goodput_ratio").get((label_of(stream.run_dir), ""), -1.0)
+        return max(abs(by_command - each) for each in (by_driver, by_exporter)) < 0.05
+
+    with make_trainer(tmp_path) as trainer:
+        stream = trainer.run_generator(train_func, {"folder": str(tmp_path)}, callbacks=quiet())
+        began = time.time()
+        next(stream)
+        assert until(lambda: seconds_by_use().get("training", 0) > 4, PATIENCE_S, 0.5), metrics_page()
+        assert until(agree, PATIENCE_S, 0.5)
+        assert set(seconds_by_use()) == set(WORDS)
+        (tmp_path / "kill").touch()
+        assert until(lambda: seconds_by_use()["repeated"] > 4, PATIENCE_S, 0.5), "all of it was before any checkpoint"
+        assert until(agree, PATIENCE_S, 0.5)
+        (tmp_path / "saves").touch()
+        trainer.pause()
+        assert until(lambda: seconds_by_use().get("paused", 0) > 5, PATIENCE_S, 0.5), "it grows without events"
+        goodput = stream.run_info.goodput
+        assert until(lambda: seconds_by_use().get("paused", 0) > 12, PATIENCE_S, 0.5), (
+            "a gauge that is not set again goes"
+        )
+        assert stream.run_info.goodput == pytest.approx(goodput, abs=1e-6) and agree()
+        assert why()["seconds"]["paused"] > 10
+        assert sum(seconds_by_use().values()) == pytest.approx(2 * (time.time() - began), abs=12)
+        trainer.resume()
+        next(stream)
+        stream.cancel()
 
 
 def test_documentation_names_every_exported_metric() -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Mapping
+from typing import Any
 
 import click
 
 from raysgd.cli.console import SUCCEEDED, address_flag, json_flag, print_json, storage_flag
 from raysgd.cli.runs.finding import find_run
-from raysgd.goodput.ledger import PAUSED, WORDS, goodput_of
-
-if TYPE_CHECKING:
-    from raysgd.goodput.evidence import Evidence
+from raysgd.goodput.ledger import PAUSED, WORDS
 
 
 @click.command("why")
@@ -25,38 +24,37 @@ def command(run: str, storage_path: str, address: str | None, as_json: bool) -> 
     The run may be live.
     """
     from raysgd.goodput.evidence import Evidence
-    from raysgd.goodput.findings import find_causes, list_unseen
-    from raysgd.goodput.rules import RULES
-    from raysgd.runs.reading import read_events
+    from raysgd.goodput.summary import summarize
+    from raysgd.runs.reading import outcome_of, read_events
+    from raysgd.runs.state import is_paused, state_by_files
 
-    evidence = Evidence.of(read_events(find_run(run, storage_path, address)))
-    goodput, findings, unseen = goodput_of(evidence.totals), find_causes(evidence, RULES), list_unseen(evidence)
+    events = read_events(find_run(run, storage_path, address))
+    last_s = events[-1].timestamp if events else 0.0
+    state = state_by_files(outcome_of(events), is_paused=is_paused(events), last_s=last_s)
+    summary = summarize(Evidence.of(events, until=time.time() if state in ("live", "paused") else 0.0))
     if as_json:
-        found = [vars(finding) for finding in findings]
-        ranks = {str(rank): uses for rank, uses in evidence.ledger.by_rank().items()}
-        print_json({"goodput": goodput, "seconds": evidence.totals, "ranks": ranks, "causes": found, "unseen": unseen})
+        print_json(summary)
         return SUCCEEDED
-    print("no worker has trained so far" if goodput is None else _summary(evidence, goodput))
-    width = max((len(finding.cause) for finding in findings), default=0)
-    for number, finding in enumerate(findings, 1):
-        gain = "" if finding.gain is None else f" Expected: {finding.gain:.2f}x."
-        print(f"{number}  {finding.cause:<{width}}  {finding.share:>4.0%}  {finding.text}")
-        print(f"{'':{width + 10}} {finding.remedy[:1].upper()}{finding.remedy[1:]}{gain}")
-    if goodput is not None and not findings:
+    causes = summary["causes"]
+    print("no worker has trained so far" if summary["goodput"] is None else _describe(summary))
+    width = max((len(each["cause"]) for each in causes), default=0)
+    for number, each in enumerate(causes, 1):
+        gain = "" if each["gain"] is None else f" Expected: {each['gain']:.2f}x."
+        print(f"{number}  {each['cause']:<{width}}  {each['share']:>4.0%}  {each['text']}")
+        print(f"{'':{width + 10}} {each['remedy'][:1].upper()}{each['remedy'][1:]}{gain}")
+    if summary["goodput"] is not None and not causes:
         print("no cause of slowness was found.")
-    for line in unseen:
+    for line in summary["unseen"]:
         print(f"{line}.")
     return SUCCEEDED
 
 
-def _summary(evidence: Evidence, goodput: float) -> str:
+def _describe(summary: Mapping[str, Any]) -> str:
     from raysgd.callbacks.values import duration
 
-    workers = len(evidence.ledger.by_rank())
-    length_s = evidence.ledger.length_s
-    held_s = evidence.held_s
-    parts = sorted(((seconds / held_s, use) for use, seconds in evidence.totals.items() if use != PAUSED), reverse=True)
+    workers = len(summary["ranks"])
+    parts = sorted(((share, use) for use, share in summary["shares"].items()), reverse=True)
     uses = ", ".join(f"{WORDS[use]} {share:.0%}" for share, use in parts if share >= 0.005)
-    paused_s = evidence.totals.get(PAUSED, 0.0) / max(1, workers)
+    paused_s = summary["seconds"].get(PAUSED, 0.0) / max(1, workers)
     pause = f" (and {duration(paused_s)} paused)" if paused_s else ""
-    return f"goodput {goodput:.0%} of {duration(length_s - paused_s)} x {workers} workers{pause}: {uses}"
+    return f"goodput {summary['goodput']:.0%} of {duration(summary['length_s'] - paused_s)} x {workers} workers{pause}: {uses}"

@@ -34,7 +34,7 @@ from raysgd.controller.state_machine.run_machine import RunMachine
 from raysgd.controller.states import CALLBACK_NODE, Outcome, has_succeeded
 from raysgd.data.plan import NO_DATASETS
 from raysgd.errors import RaySGDError, UsageError, WorkerDiedError, WorkerError
-from raysgd.result import RunInfo
+from raysgd.result import Event, RunInfo
 from raysgd.session import events as e
 from raysgd.workers.liveness.death_reasons import was_sigterm
 from raysgd.workers.orders import AttemptOrder, RunOrder
@@ -58,7 +58,7 @@ class Run:
         last_attempt: The last attempt of the earlier process.
         begins: Records an attempt before any rank enters it, if that takes no longer than a moment.
         earlier: Checkpoints of earlier runs that count with those of this run.
-        observe: Called with each event, and the last complete round at that time.
+        observe: Called with each event, those of an earlier controller process first, and the last complete round at that time.
 
     Attributes:
         before_close: Awaited before the last frame; returns the error of a callback that failed after training, or None.
@@ -80,7 +80,7 @@ class Run:
         last_attempt: AttemptRecord | None = None,
         begins: Callable[[AttemptRecord], Coroutine[Any, Any, None]] | None = None,
         earlier: EarlierCheckpoints | None = None,
-        observe: Callable[[c.RecordEvent, int], None] = lambda event, iteration: None,
+        observe: Callable[[Event, int], None] = lambda event, iteration: None,
     ) -> None:
         self._request = request
         self._group = group
@@ -109,6 +109,9 @@ class Run:
             earlier=previous.frames,
             next_seq=previous.next_seq,
         )
+        for frame in previous.frames:
+            if frame.kind == frames.EVENT:
+                observe(Event(**frame.data), self.log.iteration)
         self._awaited = AwaitedMetrics(request.reduce)
         if is_resumed and request.reduce:
             for frame in self._files.journal.frames_from(0, previous.next_seq):
@@ -532,9 +535,9 @@ class Run:
                 self.warn(missing)
 
     def _record_event(self, event: c.RecordEvent) -> None:
-        data = {"kind": event.kind, "timestamp": time.time(), "data": event.data}
-        self.log.append(frames.EVENT, self._attempt, data=data)
-        self._observe(event, self.log.iteration)
+        made = Event(event.kind, time.time(), event.data)
+        self.log.append(frames.EVENT, self._attempt, data=dict(vars(made)))
+        self._observe(made, self.log.iteration)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

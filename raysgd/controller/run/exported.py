@@ -1,18 +1,17 @@
-"""What a run does, as metrics of Ray, which its dashboard and Prometheus read. Runs in the TrainerActor.
-
-They are set when an event of the run is recorded; while workers train, each sends a sample every two seconds.
-"""
+"""What a run does, as metrics of Ray, which its dashboard and Prometheus read. Runs in the TrainerActor."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from raysgd._util.logs import get_logger
-from raysgd.controller.commands import RecordEvent
-from raysgd.controller.run.goodput import Goodput
+from raysgd.goodput.ledger import WORDS, Ledger, goodput_of
+from raysgd.result import Event
 
 #: The counters: their names, without the end ``_total`` that they get in Prometheus, and their meanings.
 COUNTERS = {
@@ -25,73 +24,74 @@ COUNTERS = {
 }
 GAUGES = {
     "iteration": "The last complete round",
-    "goodput_fraction": "Fraction of the time that made progress which was kept",
+    "goodput_ratio": "Part of the workers' time, without pauses, that was training and evaluation",
+    # No counter, which must not fall: a failure makes training repeated steps.
+    "worker_seconds": "Seconds of all workers by what they were used for",
     "world_size": "Workers of the attempt; 0 while there is none",
 }
-#: Seconds between two exports that only samples cause.
-_INTERVAL_S = 2.0
+#: Seconds between two exports, and the part of the time in which the ledger may be added up: of 1,000 workers that takes 0.1 s.
+_INTERVAL_S, _SHARE = 2.0, 0.01
+#: Samples of a rank that the ledger keeps. The sums of the newest one are those of all before it.
+_MAX_READINGS = 2
 #: Labels of metrics in addition to ``run``.
-_LABELS = {"restarts": ("cause",)}
-_MINOR = frozenset({"worker_up", "entered", "left", "run_start", "checkpoint_deleted", "attempt_start"})
+_LABELS = {"restarts": ("cause",), "worker_seconds": ("use",)}
 
 
 class RunMetrics:
-    """The metrics of one run.
+    """The metrics of one run. Used in the event loop.
 
     Args:
         run: The label ``run`` of all of them.
-        clock: Seconds.
     """
 
-    def __init__(self, run: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run: str) -> None:
         self._run = run
-        self._clock = clock
         self._added: defaultdict[tuple[str, str], float] = defaultdict(float)  # by name and cause
-        self._gauges: dict[str, float] = dict.fromkeys(GAUGES, 0.0)
-        self._goodput = Goodput(clock())
+        self._ledger = Ledger(_MAX_READINGS)
+        self._counted = self._world_size = 0
         self._has_begun = False
         self._cause = "death"  # of the next restart; a TrainerActor that restarts has lost its workers
         self._is_hang = False
-        self._counted = 0
-        self._exported: dict[str, Any] | None = None
-        self._exported_at = 0.0
-        self._is_broken = False
+        self._exported: dict[str, Any] = {}
 
-    def observe(self, event: RecordEvent, iteration: int) -> None:
-        """Take an event of the run, and its last complete round at that time; set the metrics."""
-        data, now = event.data, self._clock()
-        self._goodput.observe(event.kind, data, iteration, now)
+    def observe(self, event: Event, iteration: int) -> None:
+        """Take an event of the run, and its last complete round at that time."""
+        data = event.data
+        self._ledger.add(event)
         self._follow_cause(event.kind, data)
         match event.kind:
             case "attempt_start":
                 self._add("restarts", self._has_begun or data["attempt"] > 1, self._cause)
                 self._has_begun = True
-                self._gauges["world_size"] = data["world_size"]
+                self._world_size = data["world_size"]
                 self._counted = data["iterations_before"]
             case "failure":
                 self._add("failures", 1)
-                self._gauges["world_size"] = 0
+                self._world_size = 0
             case "regroup" | "paused" | "run_end":
-                self._gauges["world_size"] = 0
+                self._world_size = 0
             case "checkpoint":
                 self._add("checkpoints", 1)
                 self._add("checkpoint_seconds", data.get("seconds") or 0.0)
                 self._add("checkpoint_bytes", data.get("size_bytes") or 0)
-        if event.kind in _MINOR:  # nothing that cannot wait for the next sample, such as a start
-            return
-        if event.kind == "sample" and now - self._exported_at < _INTERVAL_S:  # every rank sends them
-            return
-        self._exported_at = now
         self._add("rounds", max(0, iteration - self._counted))
         self._counted = iteration
-        self._gauges["iteration"] = iteration
-        self._gauges["goodput_fraction"] = self._goodput.fraction(now)
-        if self._is_broken:
-            return
+
+    async def export_regularly(self) -> None:
+        """Export until cancelled, and then once more; also while nothing happens, as Ray drops gauges that are not set again."""
         try:
-            self._export()
+            with contextlib.suppress(asyncio.CancelledError):
+                totals: dict[str, float] = {}
+                due_at = 0.0
+                while True:
+                    await asyncio.sleep(_INTERVAL_S)
+                    if (began := time.monotonic()) >= due_at:
+                        self._ledger.advance(time.time())
+                        totals = await asyncio.to_thread(self._ledger.totals)
+                        due_at = began + (time.monotonic() - began) / _SHARE
+                    self.export(totals)
+            self.export(self._ledger.totals())
         except Exception as error:  # a run must not fail because it is measured
-            self._is_broken = True
             get_logger().warning("the run's metrics are no longer exported to Prometheus: %s", error)
 
     def _add(self, name: str, amount: float, cause: str = "") -> None:
@@ -114,8 +114,9 @@ class RunMetrics:
             case "attempt_start":
                 self._is_hang = False
 
-    def _export(self) -> None:
-        if self._exported is None:
+    def export(self, totals: Mapping[str, float]) -> None:
+        """Set the metrics of Ray to the state of the run, of whose workers' time these seconds are known by use."""
+        if not self._exported:
             from ray.util.metrics import Counter, Gauge
 
             kinds = [(Counter, COUNTERS), (Gauge, GAUGES)]
@@ -124,9 +125,16 @@ class RunMetrics:
                 for kind, named in kinds
                 for name, description in named.items()
             }
+        labels = {"run": self._run}
         for (name, cause), amount in self._added.items():
-            labels = {"run": self._run} | ({"cause": cause} if cause else {})
-            self._exported[name].inc(amount, tags=labels)
+            self._exported[name].inc(amount, tags=labels | ({"cause": cause} if cause else {}))
         self._added.clear()
-        for name, value in self._gauges.items():
-            self._exported[name].set(float(value), tags={"run": self._run})
+        for use in WORDS:
+            self._exported["worker_seconds"].set(totals.get(use, 0.0), tags=labels | {"use": use})
+        gauges = {
+            "iteration": self._counted,
+            "world_size": self._world_size,
+            "goodput_ratio": goodput_of(totals) or 0.0,
+        }
+        for name, value in gauges.items():
+            self._exported[name].set(float(value), tags=labels)

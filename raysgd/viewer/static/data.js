@@ -59,7 +59,7 @@ class Run {
   constructor(id, name, key) {
     Object.assign(this, { id, name, key, state: "", updated: 0, cursor: -1, isSelected: false, facts: null, row: null, texts: new Map(),
                           nonfinite: new Map(), ranks: [], metrics: [], place: 0, rankCurves: new Map(),
-                          rankElements: new Map(), version: 0, factsVersion: 0, isClosed: false, isBehind: false, step: 1 });
+                          rankElements: new Map(), version: 0, factsVersion: 0, isClosed: false, isBehind: false, step: 1, time: null });
     this.iterations = new Column();
     this.columns = new Map();
   }
@@ -69,6 +69,7 @@ class Run {
     const before = this.state;
     this.state = answer.state; this.cursor = answer.cursor; this.updated = answer.updated; this.isClosed = answer.is_closed;
     this.isBehind = answer.is_behind;
+    if (answer.time) this.time = answer.time;
     if (answer.facts) { this.facts = answer.facts; this.factsVersion += 1; this.name = (this.row && this.row.title) || answer.facts.name; }
     const results = answer.results;
     if (results) {

@@ -51,7 +51,7 @@ async function poll(lists = false) {
   }
   showProblem(problem);
   if (hasChanged) show();
-  else show("output", ...(hasListed ? ["runs", "all-runs", "trials", "parallel", "scatter", "lineage", "search-choice"] : []));
+  else show("output", "time", ...(hasListed ? ["runs", "all-runs", "trials", "parallel", "scatter", "lineage", "search-choice"] : []));
   isPolling = false;
 }
 async function follow() {

@@ -5,7 +5,7 @@ const MAX_LANES = 64;
 
 function showTimeline(runs) {
   const width = byId("timeline").clientWidth;
-  fill(byId("timeline"), runs.map(run => [run.id, run.name, run.style, width, run.isOver || run.updated, run.factsVersion]), () => runs.map(timelineOf));
+  fill(byId("timeline"), runs.map(run => [run.id, run.name, run.style, width, run.isOver || run.updated, run.factsVersion, state.at]), () => runs.map(timelineOf));
   return runs.length > 0;
 }
 function timelineOf(run) {
@@ -64,6 +64,10 @@ function timelineOf(run) {
       group.lastChild.style.fill = colour;
     }
     picture.append(group);
+  }
+  if (state.at >= 0) {  // the moment that another view has chosen
+    const x = at(start + state.at);
+    picture.append(svg("g", {}, title(`${seconds(state.at)} after the start`), svg("line", { class: "moment", x1: x, x2: x, y1: 0, y2: height - 18 })));
   }
   const ticks = ticksOf(0, end - start, (width - left) / 90, TIME_STEPS);
   secondTicks(ticks).forEach((text, i) => picture.append(label(at(start + ticks[i]), height - 6, text, ticks[i] > 0.97 * (end - start) ? "end" : i ? "middle" : "start")));
