@@ -16,6 +16,8 @@ from raysgd.result import Event
 
 #: Fewer steps of a rank say nothing about its steps.
 MIN_STEPS = 5
+#: The first steps compile, and fill caches: what comes after a reading within them is not as later steps are.
+FIRST_STEPS = 2
 #: The first steps are looked at too, where this part of all steps came after the first reading at most.
 FEW_LATER = 0.25
 #: The time of an attempt is looked at in so many windows at most, in which each rank has a reading.
@@ -262,7 +264,7 @@ def _least_wait_s(paces: Mapping[int, Pace]) -> float:
 
 
 class Readings:
-    """What the ranks of an attempt had used their time for at each sample after a step.
+    """What the ranks of an attempt had used their time for at each sample after the first steps.
 
     Attributes:
         busy: As in `Evidence`.
@@ -275,7 +277,7 @@ class Readings:
 
     def add(self, at: float, data: Mapping[str, Any]) -> None:
         """Add the data of a sample, or of a rank that has left."""
-        if data["steps"] > 0:
+        if data["steps"] > FIRST_STEPS:
             self._of_rank.setdefault(data["rank"], []).append(data)
             self._moments.setdefault(data["rank"], []).append(at)
         if busy := data.get("busy"):
