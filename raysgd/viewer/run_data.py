@@ -42,7 +42,7 @@ _BUDGET_S = 0.5
 _READ_BYTES = 2 << 20
 _MAX_UNSORTED = 2000
 #: Seconds until a live run's time is added up again, and how many times as long as that has taken.
-_TIME_EVERY_S, _TIME_REST = 2.0, 20.0
+_TIME_EVERY_S, _TIME_FACTOR = 2.0, 20.0
 _LOADS = ("rss_bytes", "cpu_percent", "gpu_memory_bytes", "gpu_percent", "reports_per_s")
 #: The parts of ``run.json`` that are shown elsewhere, or say nothing to a reader.
 _NOT_SETTINGS = frozenset({"config", "versions", "name", "run_dir", "workers", "resources", "started"})
@@ -145,7 +145,7 @@ class RunData:
                     evidence.ledger.advance(time.time())
                 self._time, self._time_seq = {**summarize(evidence), "words": WORDS}, self._seq
                 ended = time.monotonic()
-                self._time_again_at = ended + max(_TIME_EVERY_S, _TIME_REST * (ended - began))
+                self._time_again_at = ended + max(_TIME_EVERY_S, _TIME_FACTOR * (ended - began))
             return {**self._time, "is_final": self._is_closed and self._time_seq == self._seq}
 
     def ranges(self, budget_s: float | None = None) -> dict[str, list[float]] | None:
