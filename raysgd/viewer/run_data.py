@@ -131,12 +131,14 @@ class RunData:
             return {"step": step, "curves": curves}
 
     def time_used(self) -> dict[str, Any]:
-        """Return what the time was used for so far: see `summarize`; ``words``: those of each use, in their order; and
-        ``is_final``: it will not change.
+        """Read what is new, and return what the time was used for.
 
-        Of a live run, it is added up again after a while that is long against what that takes.
+        It is what `summarize` returns, with ``words``: those of each use, in their order; and ``is_final``: it will not change. Of
+        a live run, it is added up again after a while that is long against what that takes. Errors as for `read`.
         """
         with self._lock:
+            with reading(self.folder):
+                self._update(_BUDGET_S)
             is_live = self._state() in ("live", "paused")
             began = time.monotonic()
             if (self._time_seq != self._seq or is_live) and began >= self._time_again_at:

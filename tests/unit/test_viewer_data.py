@@ -134,10 +134,9 @@ def test_time_of_a_live_run_counts_up_to_now_and_is_added_up_again_after_a_while
     run.begin_attempt([11, 12])
     run.now += 10
     for rank in (0, 1):
-        run.event("sample", rank=rank, steps=5, uses={"setup": 1.5, "training": 8.0})
+        run.event("sample", rank=rank, steps=5, uses={"setup": 2.0, "training": 8.0})
     run.event("paused")
     data = data_of(run.write())
-    data.read()
     first = data.time_used()
     assert (first["seconds"]["paused"], first["is_final"]) == (pytest.approx(2 * 18), False)
     assert first["shares"].keys() == first["seconds"].keys() - {"paused"} and first["goodput"] == pytest.approx(8 / 12)
@@ -148,7 +147,6 @@ def test_time_of_a_live_run_counts_up_to_now_and_is_added_up_again_after_a_while
     run.now += 50
     run.event("resumed")
     run.end()
-    data.read(is_final=True)
     clock[0] += 100
     last = data.time_used()
     now[0] += 100
