@@ -133,8 +133,8 @@ class RunData:
     def time_used(self) -> dict[str, Any]:
         """Read what is new, and return what the time was used for.
 
-        It is what `summarize` returns, with ``words``: those of each use, in their order; and ``is_final``: it will not change. Of
-        a live run, it is added up again after a while that is long against what that takes. Errors as for `read`.
+        It is what `summarize` returns, with ``words``: those of each use, in their order; and ``is_final``: it will not change.
+        Of a live run, it is added up again after a while that is long against what that takes. Errors as for `read`.
         """
         with self._lock:
             with reading(self.folder):
