@@ -25,6 +25,7 @@ EPOCHS = 40
 PICTURES = (
     ("runs.png", 1280, 960, "light", "#/charts?smooth=0.6"),
     ("runs-narrow.png", 400, 960, "dark", "#/charts?ranks=loss"),
+    ("why.png", 1280, 1090, "light", "#/time?run=digits-fast/run_001"),
 )
 
 
@@ -49,7 +50,7 @@ def main() -> None:
         raysgd_command(["report", *runs, "-o", str(page)])
         for name, width, height, colours, shown in PICTURES:
             with opened(browser, page.as_uri() + shown, width=width, colours=colours) as tab:
-                tab.wait_for_curves(3)
+                tab.wait_for("document.querySelectorAll('.uplot canvas, svg.stack').length >= 3")
                 tab.page.set_viewport_size({"width": width, "height": height})
                 (output / name).write_bytes(tab.page.screenshot())
             print(f"{output / name}: {(output / name).stat().st_size:,} bytes")

@@ -42,7 +42,7 @@ _BUDGET_S = 0.5
 _READ_BYTES = 2 << 20
 _MAX_UNSORTED = 2000
 #: Seconds until a live run's time is added up again, and how many times as long as that has taken.
-_TIME_EVERY_S, _TIME_REST = 2.0, 20.0
+_TIME_EVERY_S, _TIME_FACTOR = 2.0, 20.0
 _LOADS = ("rss_bytes", "cpu_percent", "gpu_memory_bytes", "gpu_percent", "reports_per_s")
 #: The parts of ``run.json`` that are shown elsewhere, or say nothing to a reader.
 _NOT_SETTINGS = frozenset({"config", "versions", "name", "run_dir", "workers", "resources", "started"})
@@ -131,19 +131,21 @@ class RunData:
             return {"step": step, "curves": curves}
 
     def time_used(self) -> dict[str, Any]:
-        """Return what the time was used for so far: see `summarize`; ``words``: those of each use, in their order; and
-        ``is_final``: it will not change.
+        """Read what is new, and return what the time was used for.
 
-        Of a live run, it is added up again after a while that is long against what that takes.
+        It is what `summarize` returns, with ``words``: those of each use, in their order; and ``is_final``: it will not change.
+        Of a live run, it is added up again after a while that is long against what that takes. Errors as for `read`.
         """
         with self._lock:
+            with reading(self.folder):
+                self._update(_BUDGET_S)
             is_live = self._state() in ("live", "paused")
             began = time.monotonic()
             if (self._time_seq != self._seq or is_live) and began >= self._time_again_at:
                 evidence = Evidence.of(list(self._kept), until=time.time() if is_live else 0.0)
                 self._time, self._time_seq = {**summarize(evidence), "words": WORDS}, self._seq
                 ended = time.monotonic()
-                self._time_again_at = ended + max(_TIME_EVERY_S, _TIME_REST * (ended - began))
+                self._time_again_at = ended + max(_TIME_EVERY_S, _TIME_FACTOR * (ended - began))
             return {**self._time, "is_final": self._is_closed and self._time_seq == self._seq}
 
     def ranges(self, budget_s: float | None = None) -> dict[str, list[float]] | None:

@@ -19,8 +19,9 @@ from raysgd.controller.requests import RunRequest
 from raysgd.controller.run.executor import Run
 from raysgd.controller.states import CALLBACK_NODE
 from raysgd.errors import InfeasibleError, RaySGDError, StartTimeoutError, WorkerDiedError, WorkerError
-from raysgd.result import RunInfo
+from raysgd.result import Event, RunInfo
 from raysgd.workers.orders import WorkerTask
+from support.journals import STARTED, WrittenRun
 from support.simulation import failed
 
 
@@ -58,7 +59,7 @@ class WaitingGroup(FailingGroup):
         raise self.error
 
 
-def make_run(group: Any, folder: Path) -> Run:
+def make_run(group: Any, folder: Path, **options: Any) -> Run:
     """Return a run with these workers and two allowed failures."""
     return Run(
         RunRequest(WorkerTask("id", b"code"), "runs", {}),
@@ -68,6 +69,7 @@ def make_run(group: Any, folder: Path) -> Run:
         failure=FailureConfig(max_failures=2),
         checkpoint=CheckpointConfig(),
         share=lambda order: order,
+        **options,
     )
 
 
@@ -160,3 +162,15 @@ def test_failure_is_on_storage_before_the_next_attempt_begins(tmp_path: Path) ->
 
     asyncio.run(start())
     assert '"kind":"failure"' in group.written
+
+
+async def test_events_before_a_restart_of_the_controller_are_observed_first(tmp_path: Path) -> None:
+    earlier = WrittenRun(tmp_path / "run_001")
+    earlier.begin_attempt([11])
+    earlier.write()
+    seen: list[Event] = []
+    make_run(
+        FailingGroup(OSError()), earlier.path, is_resumed=True, observe=lambda event, iteration: seen.append(event)
+    )
+    assert [event.kind for event in seen] == ["run_start", "worker_up", "attempt_start", "entered"]
+    assert {event.timestamp for event in seen} == {STARTED}

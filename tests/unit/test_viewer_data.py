@@ -120,6 +120,40 @@ def test_numbers_take_four_bytes_where_that_cannot_be_seen(values: list[float], 
     assert encode(values, is_time=True)["type"] == "f8"
 
 
+# -- what the time was used for ----------------------------------------------------------------------------------------
+
+
+def test_time_of_a_live_run_counts_up_to_now_and_is_added_up_again_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, clock = [STARTED + 30.0], [1000.0]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    run = WrittenRun(tmp_path / "run_001")
+    run.now += 2
+    run.begin_attempt([11, 12])
+    run.now += 10
+    for rank in (0, 1):
+        run.event("sample", rank=rank, steps=5, uses={"setup": 2.0, "training": 8.0})
+    run.event("paused")
+    data = data_of(run.write())
+    first = data.time_used()
+    assert (first["seconds"]["paused"], first["is_final"]) == (pytest.approx(2 * 18), False)
+    assert first["shares"].keys() == first["seconds"].keys() - {"paused"} and first["goodput"] == pytest.approx(8 / 12)
+    now[0] += 100
+    assert data.time_used() == first, "a page asks again and again"
+    clock[0] += 100
+    assert data.time_used()["seconds"]["paused"] == pytest.approx(2 * 118)
+    run.now += 50
+    run.event("resumed")
+    run.end()
+    clock[0] += 100
+    last = data.time_used()
+    now[0] += 100
+    clock[0] += 100
+    assert last["is_final"] and last["seconds"]["paused"] == pytest.approx(2 * 50) and data.time_used() == last
+
+
 # -- what is new -------------------------------------------------------------------------------------------------------
 
 

@@ -66,11 +66,13 @@ def test_server_lists_runs_and_answers_with_what_is_new(server: ViewerServer) ->
     _, ranks, _ = ask(server, f"/api/runs/{run['id']}/ranks?metric=loss")
     assert ranks["curves"].keys() == {"0", "1"}
     assert ask(server, f"/api/runs/{run['id']}/ranks?metric=unknown")[1]["curves"] == {}
+    _, used, _ = ask(server, f"/api/runs/{run['id']}/time")
+    assert used["is_final"] and used["goodput"] is None and used["words"]["data"] == "waiting for data"
 
 
 @pytest.mark.parametrize("token", [None, "wrong", "x" * 10_000, "\u00e4"])
 def test_request_without_the_token_gets_nothing(server: ViewerServer, token: str | None) -> None:
-    for path in ("/", "/api/runs", "/api/runs/0", "/api/runs/0/ranks?metric=loss", "/nothing"):
+    for path in ("/", "/api/runs", "/api/runs/0", "/api/runs/0/ranks?metric=loss", "/api/runs/0/time", "/nothing"):
         status, body, _ = ask(server, path, token)
         assert status == 403 and "token" in body and "run_001" not in body, path
 
