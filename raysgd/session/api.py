@@ -20,7 +20,7 @@ from raysgd.session.local import LocalSession
 if TYPE_CHECKING:
     from raysgd.checkpoint.checkpoint import Checkpoint
     from raysgd.data.dataset import WorkerDataset
-    from raysgd.session.live import LiveState
+    from raysgd.session.live.state import LiveState
 
 
 def report(metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:

@@ -28,7 +28,7 @@ from raysgd.session.event_queue import EventQueue
 from raysgd.session.events import HeldStep, Mark, Saved, StartUnusable, StepId
 from raysgd.session.gates import SaveGate, StopGate
 from raysgd.session.generators import GeneratorText
-from raysgd.session.live import LiveState
+from raysgd.session.live.state import LiveState
 from raysgd.session.metrics import copy_metrics
 from raysgd.session.saving import CheckpointWriter
 

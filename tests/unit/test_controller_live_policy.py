@@ -37,7 +37,7 @@ class State:
 
 @dataclass
 class Process:
-    """A worker's process, which trains as `raysgd.session.live` has it marked."""
+    """A worker's process, which trains as `raysgd.session.live.state` has it marked."""
 
     rank: int
     state: State

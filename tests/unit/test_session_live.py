@@ -16,7 +16,7 @@ from raysgd.errors import AttemptEnded, UsageError
 from raysgd.session.base import Identity
 from raysgd.session.event_queue import EventQueue
 from raysgd.session.events import Mark
-from raysgd.session.live import LiveState
+from raysgd.session.live.state import LiveState
 from raysgd.session.worker import WorkerSession
 from support.sessions import FakeLink, FakeWriter
 

@@ -13,7 +13,8 @@ from raysgd.checkpoint.streaming import read_state, stream_state
 from raysgd.errors import CheckpointError, CheckpointNotFoundError, UsageError
 from raysgd.session import rank_state
 from raysgd.session.events import HeldStep, LiveReport, Mark
-from raysgd.session.live import KeptState, LiveState
+from raysgd.session.live.kept import KeptState
+from raysgd.session.live.state import LiveState
 from raysgd.transport import Endpoint, Listener, connect
 from raysgd.workers.orders import LiveOrder
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol, final
 from raysgd._util.imports import imported
 from raysgd.errors import UsageError
 from raysgd.session.events import NUM_MARKS, HeldStep, Mark
+from raysgd.session.live.kept import KeptState, versions
 
 
 class Attempt(Protocol):
@@ -42,27 +43,6 @@ _SETTLED_AFTER = 3
 
 #: Optimizers of which each rank may hold a shard: torch's, and that of raysgd's engine.
 _SHARDING = frozenset({"ZeroRedundancyOptimizer", "EngineOptimizer"})
-
-
-@final
-class KeptState:
-    """The state of a complete step, in the memory of this process.
-
-    Args:
-        held: The step.
-        state: As `LiveState.state_dict` returns it.
-    """
-
-    def __init__(self, held: HeldStep, state: dict[str, Any]) -> None:
-        self.held = held
-        self.state = state
-        self._tensors = list(_tensors_in(state))
-        self._versions = _versions(self._tensors)
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether nothing has changed the tensors, as far as torch counts changes."""
-        return _versions(self._tensors) == self._versions
 
 
 @dataclass(frozen=True)
@@ -160,7 +140,7 @@ class LiveState:
             return None
         now = self._list_tensors()
         is_same = len(now) == len(self._tensors) and all(map(operator.is_, now, self._tensors))
-        if not is_same or _versions(now) != complete.versions:
+        if not is_same or versions(now) != complete.versions:
             return None
         held = complete.held
         reports = self._reports_in_step if self._is_in_step else self._session.num_reports
@@ -192,7 +172,7 @@ class LiveState:
             session.held_step(step),
             session.num_reports,
             values,
-            _versions(self._tensors),
+            versions(self._tensors),
             {id(buffer): buffer.detach().clone() for buffer in self._buffers()},
             {name: [_settings(group) for group in given.param_groups] for name, given in optimizers.items()},
             {
@@ -269,21 +249,6 @@ class LiveState:
                     f"live_state({name}=...): each rank may hold a shard of it, and those of a dead rank are nowhere "
                     "else. Use save_checkpoint with CheckpointConfig(keep_in_memory=True), which copies them to another node."
                 )
-
-
-def _tensors_in(state: Any) -> Iterator[Any]:
-    if isinstance(state, Mapping):
-        state = state.values()
-    elif not isinstance(state, (list, tuple)):
-        if hasattr(state, "_version"):
-            yield state
-        return
-    for each in state:
-        yield from _tensors_in(each)
-
-
-def _versions(tensors: Any) -> list[int]:
-    return [tensor._version for tensor in tensors]
 
 
 def _is_module(given: Any) -> bool:
