@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from raysgd.session.base import Identity
 from raysgd.session.event_queue import EventQueue
 from raysgd.session.events import Mark
 from raysgd.session.live.state import LiveState
-from raysgd.session.worker import WorkerSession
+from raysgd.session.worker import Codec, WorkerSession
 from support.sessions import FakeLink, FakeWriter
 
 
@@ -31,7 +32,7 @@ class Training:
             event_queue=EventQueue(1.0),
             writer=FakeWriter(),  # type: ignore[arg-type]
             link=FakeLink(),
-            codec=None,  # type: ignore[arg-type]
+            codec=Codec(pickle.dumps, pickle.loads),
             start=None,
             time_before_s=0.0,
             seed=None,

@@ -14,7 +14,7 @@ class KeptState:
 
     Args:
         held: The step.
-        state: As `LiveState.state_dict` returns it.
+        state: As `LiveState.state_dict` returns it, without meshes.
     """
 
     def __init__(self, held: HeldStep, state: dict[str, Any]) -> None:
@@ -33,12 +33,30 @@ def _tensors_in(state: Any) -> Iterator[Any]:
     if isinstance(state, Mapping):
         state = state.values()
     elif not isinstance(state, (list, tuple)):
-        if hasattr(state, "_version"):
-            yield state
+        tensor = getattr(state, "local", state)
+        if hasattr(tensor, "_version"):
+            yield tensor
         return
     for each in state:
         yield from _tensors_in(each)
 
 
 def versions(tensors: Any) -> list[int]:
-    return [tensor._version for tensor in tensors]
+    """Return torch's counts of the changes of tensors. An operation on a DTensor counts there, or at its local tensor."""
+    return [tensor._version + getattr(tensor, "_local_tensor", tensor)._version for tensor in tensors]
+
+
+def without_meshes(state: Any) -> Any:
+    """Copy dicts and lists of a state; in place of DTensors, the copy has what this rank holds of them."""
+    if isinstance(state, dict):
+        copied = state.copy()
+        for key, value in state.items():
+            copied[key] = without_meshes(value)
+        return copied
+    if isinstance(state, list):
+        return [without_meshes(each) for each in state]
+    if not hasattr(state, "_local_tensor"):
+        return state
+    from raysgd.checkpoint.codecs.torch import LocalShards
+
+    return LocalShards.of(state)
