@@ -134,24 +134,6 @@ def check_result(value: dict[str, Any], calm: dict[str, Any], folder: Path) -> N
     assert rows_of(folder) == list(range(NUM_ROWS))
 
 
-@pytest.mark.parametrize(
-    "moment", ["after the forward pass", "before the optimizer's step", "after the optimizer's step"]
-)
-@pytest.mark.parametrize("sharding", [name for name, has_replicas in SHARDINGS.items() if has_replicas])
-def test_new_rank_gets_its_piece_from_a_replica(
-    trainer: raysgd.Trainer, calm: dict[str, Any], tmp_path: Path, sharding: str, moment: str
-) -> None:
-    config = {"sharding": sharding, "moment": moment, "ranks": [1], "folder": str(tmp_path)}
-    value = trainer.run(train, config, dataset=data(), callbacks=quiet())
-    first, second = events_of(trainer, "attempt_start")
-    assert first["live"] is None
-    assert second["live"][1] >= DIES_AT - 1 and (second["checkpoint"], second["memory"]) == (None, None)
-    (continued,) = events_of(trainer, "continued")
-    assert (continued["ranks"], continued["num_repeated"]) == ([1], 1)
-    assert "from the memory of ranks 0, " in continued["why"]
-    check_result(value, calm[sharding], tmp_path)
-
-
 AFTER_PASS, BEFORE_STEP, AFTER_STEP = (
     "after the forward pass",
     "before the optimizer's step",

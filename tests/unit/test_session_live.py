@@ -7,7 +7,6 @@ import json
 import pickle
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -200,13 +199,3 @@ def test_live_state_outside_a_worker_is_saved_and_loaded() -> None:
     again = raysgd.live_state(model=other)
     again.load_state_dict(state)
     assert torch.equal(other.weight, model.weight) and again.state_dict()["epoch"] == 4
-
-
-def test_optimizer_of_the_engine_is_refused() -> None:
-    from raysgd.engine.optimizer.engine_optimizer import EngineOptimizer
-
-    training = Training()
-    optimizer = EngineOptimizer(training.optimizer, mock.Mock())
-    live = LiveState(training.session, {"model": training.model, "optimizer": optimizer})
-    with pytest.raises(UsageError, match=r"live_state\(optimizer=...\): each rank may hold a shard"):
-        live.step()

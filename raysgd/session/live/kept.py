@@ -14,12 +14,15 @@ class KeptState:
 
     Args:
         held: The step.
-        state: As `LiveState.state_dict` returns it, without meshes.
+        state: As `LiveState.state_dict` returns it.
+
+    Attributes:
+        state: The state without meshes, which end with their process groups.
     """
 
     def __init__(self, held: HeldStep, state: dict[str, Any]) -> None:
         self.held = held
-        self.state = state
+        self.state = without_meshes(state)
         self._tensors = list(_tensors_in(state))
         self._versions = versions(self._tensors)
 

@@ -27,7 +27,7 @@ from raysgd._util.imports import imported
 from raysgd.errors import UsageError
 from raysgd.session.events import NUM_MARKS, HeldStep, Mark
 from raysgd.session.live.copies import CopyInterval
-from raysgd.session.live.kept import KeptState, versions, without_meshes
+from raysgd.session.live.kept import KeptState, versions
 from raysgd.session.live.pieces import are_replicated, describe_piece, number_pieces
 
 
@@ -174,7 +174,7 @@ class LiveState:
         reports = self._reports_in_step if self._is_in_step else self._session.num_reports
         # What is reported after a step and before the next forward pass is about that step.
         held = replace(held, iteration=held.iteration + reports - complete.num_reports)
-        return KeptState(held, without_meshes(state) | complete.values)
+        return KeptState(held, state | complete.values)
 
     def close(self) -> None:
         """Release the user's objects."""
@@ -272,7 +272,9 @@ class LiveState:
             state = given.state_dict(keep_vars=True)
             for key, value in state.items():
                 if hasattr(value, "detach"):
-                    state[key] = complete.buffers.get(id(value), value).detach()
+                    value = complete.buffers.get(id(value), value)
+                    # A detached DTensor would count its changes anew.
+                    state[key] = value if hasattr(value, "_local_tensor") else value.detach()
             return state
         state = _state_dict(given)
         groups = zip(state["param_groups"], complete.groups[name], strict=True)
