@@ -203,8 +203,8 @@ class CheckpointCoordinator:
         return "The run has no checkpoint." if uri is None else f"Its last checkpoint, to resume from, is {uri}."
 
     def newest_iteration(self) -> int:
-        """Return the iteration of the newest checkpoint, also of one that is being committed; 0 without one."""
-        known = [*self._in_flight.values(), *self._index.manifests, self.newest_in_memory]
+        """Return the iteration of the newest checkpoint or copy, also of one that is being committed; 0 without one."""
+        known = [*self._in_flight.values(), *self._index.manifests, self.newest_in_memory, self.in_memory]
         return max((manifest.iteration for manifest in known if manifest is not None), default=0)
 
     def number_of(self, call: int) -> int:
