@@ -28,7 +28,7 @@ from raysgd.session.event_queue import EventQueue
 from raysgd.session.events import HeldStep, Mark, Saved, StartUnusable, StepId
 from raysgd.session.gates import SaveGate, StopGate
 from raysgd.session.generators import GeneratorText
-from raysgd.session.live import LiveState
+from raysgd.session.live.state import LiveState
 from raysgd.session.metrics import copy_metrics
 from raysgd.session.saving import CheckpointWriter
 
@@ -321,6 +321,24 @@ class WorkerSession(Session):
             self._num_saves,
             self._datasets.positions(),
         )
+
+    def copy_to_memory(self, step: int, state: Any) -> None:
+        """Copy the state after a step to the cluster's memory. All ranks call it.
+
+        Raises:
+            UsageError: Nothing is kept in memory.
+        """
+        if not self._writer.is_held:
+            raise UsageError(
+                "live_state(...): each rank holds a piece of the state that no other rank holds, and the run keeps no copies in "
+                "memory: give CheckpointConfig(keep_in_memory=True), or use save_checkpoint alone."
+            )
+        call = StepId(self.attempt, step).copy_call
+        seconds = time.monotonic() - self._clock_zero
+        with self.progress.checkpoint:
+            small = rank_state.capture(self._datasets)
+            self._writer.save(call, state, small, allow_pickle=False, shared_by=self.world_size)
+        self._event_queue.put(Saved(call, self.num_reports, seconds, True, False, False, None))
 
     def on_complete_step(self) -> None:
         """A step is complete: no rank needs the state any more that this attempt started from.

@@ -10,10 +10,13 @@ from torch import nn
 
 from raysgd.checkpoint.codecs.leaves import ByteArray
 from raysgd.checkpoint.codecs.shards import ShardIndex, full_index
-from raysgd.checkpoint.codecs.torch import is_dtensor, local_shards
+from raysgd.checkpoint.codecs.torch import LocalShards, is_dtensor, local_shards
 from raysgd.checkpoint.resharding import SavedArray
 from raysgd.errors import CheckpointError
 from raysgd.torch.model import unwrap
+
+#: The forms of an array that was saved.
+_SAVED = (SavedArray, LocalShards, torch.Tensor)
 
 
 def restore(saved: Any, *, into: Any) -> None:
@@ -172,7 +175,7 @@ def place_state(module: nn.Module, state: dict[str, Any], prefix: str = "") -> N
     for name, target in _held_tensors(module).items():
         value = state.get(key := prefix + name)
         is_placed = isinstance(value, torch.Tensor) and is_dtensor(value) == is_dtensor(target)
-        if not is_placed and isinstance(value, (SavedArray, torch.Tensor)):
+        if not is_placed and isinstance(value, _SAVED):
             value = value.full_tensor() if is_dtensor(value) else value
             state[key] = _placed(value, target, f"state[{key!r}]")
 
@@ -202,15 +205,15 @@ def place_like(name: str, value: Any, parameter: torch.Tensor | None, place: str
         parameter: None: the value stays as it is.
         place: Where it was saved, for errors.
     """
-    if not isinstance(value, (SavedArray, torch.Tensor)):
+    if not isinstance(value, _SAVED):
         return value
     if parameter is not None and tuple(value.shape) == tuple(parameter.shape) and (value.shape or name != "step"):
         return _placed(value, parameter, place)
-    return value.read() if isinstance(value, SavedArray) else value
+    return _whole(value, place)
 
 
 def _check(value: Any, target: torch.Tensor, place: str) -> None:
-    if not isinstance(value, (SavedArray, torch.Tensor)):
+    if not isinstance(value, _SAVED):
         raise CheckpointError(f"{place} was saved as {type(value).__name__}; a tensor is needed there.")
     if tuple(value.shape) != tuple(target.shape):
         raise CheckpointError(
@@ -222,7 +225,7 @@ def _placed(value: Any, target: torch.Tensor, place: str) -> Any:
     """Return a value as ``target`` is distributed: a DTensor on its mesh, or a plain tensor."""
     _check(value, target, place)
     if not is_dtensor(target):
-        return value.read() if isinstance(value, SavedArray) else value
+        return _whole(value, place)
     from torch.distributed.tensor import DTensor
 
     if is_dtensor(value):
@@ -232,8 +235,12 @@ def _placed(value: Any, target: torch.Tensor, place: str) -> Any:
     held = target.detach()._local_tensor  # type: ignore[attr-defined]
     shards = local_shards(target)
     whole = next(iter(shards), None)
+    if isinstance(value, LocalShards) and value.places != tuple(shards):
+        raise _other_shards(value, target, place)
     is_plain = held.device.type == "cpu" and held.is_contiguous()
-    if isinstance(value, SavedArray) and is_plain and whole is not None and whole.shape == held.shape:
+    if isinstance(value, LocalShards):
+        local = value.local
+    elif isinstance(value, SavedArray) and is_plain and whole is not None and whole.shape == held.shape:
         local = _read(value, whole)  # new memory costs more than what is read into it, so there is no second copy
     else:
         local = torch.empty_like(held, dtype=value.dtype)
@@ -246,6 +253,21 @@ def _placed(value: Any, target: torch.Tensor, place: str) -> Any:
         run_check=False,
         shape=target.shape,
         stride=target.stride(),
+    )
+
+
+def _whole(value: Any, place: str) -> Any:
+    """Return a value as a plain tensor."""
+    if isinstance(value, LocalShards) and tuple(value.local.shape) != value.shape:
+        raise _other_shards(value, value.local, place)
+    return value.local if isinstance(value, LocalShards) else value.read() if isinstance(value, SavedArray) else value
+
+
+def _other_shards(value: LocalShards, target: torch.Tensor, place: str) -> CheckpointError:
+    held = ", ".join(map(str, value.places))
+    return CheckpointError(
+        f"{place} is this rank's shard {held} of a live state, and the {type(target).__name__} needs other elements: distribute "
+        "the model as the last attempt did."
     )
 
 

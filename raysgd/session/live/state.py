@@ -6,12 +6,18 @@ again, they are the state after that step: `LiveState.take` puts both together, 
 
 An optimizer's step begins the changes, and `LiveState.step` ends them. The state of a rank that left train_func in between is
 never taken, nor one whose tensors count other changes.
+
+A rank may hold a piece of the state. Where other ranks hold the same piece, no rank begins the changes of a step before all ranks
+have their gradients: otherwise one piece could be a step ahead of another. Where no other rank holds it, the state is copied to
+the cluster's memory from time to time.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import operator
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +26,9 @@ from typing import Any, Protocol, final
 from raysgd._util.imports import imported
 from raysgd.errors import UsageError
 from raysgd.session.events import NUM_MARKS, HeldStep, Mark
+from raysgd.session.live.copies import CopyInterval
+from raysgd.session.live.kept import KeptState, versions
+from raysgd.session.live.pieces import are_replicated, describe_piece, number_pieces
 
 
 class Attempt(Protocol):
@@ -28,41 +37,27 @@ class Attempt(Protocol):
     num_reports: int
     send_mark: Callable[[Mark], None]
 
+    @property
+    def world_rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
     def own_state(self) -> bytes: ...
 
     def held_step(self, step: int) -> HeldStep: ...
 
     def on_complete_step(self) -> None: ...
 
+    def gather(self, obj: Any) -> list[Any]: ...
+
+    def copy_to_memory(self, step: int, state: Any) -> None: ...
+
     def check_live(self) -> None: ...
 
 
 #: Steps after which the tensors of the state are the same objects.
 _SETTLED_AFTER = 3
-
-#: Optimizers of which each rank may hold a shard: torch's, and that of raysgd's engine.
-_SHARDING = frozenset({"ZeroRedundancyOptimizer", "EngineOptimizer"})
-
-
-@final
-class KeptState:
-    """The state of a complete step, in the memory of this process.
-
-    Args:
-        held: The step.
-        state: As `LiveState.state_dict` returns it.
-    """
-
-    def __init__(self, held: HeldStep, state: dict[str, Any]) -> None:
-        self.held = held
-        self.state = state
-        self._tensors = list(_tensors_in(state))
-        self._versions = _versions(self._tensors)
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether nothing has changed the tensors, as far as torch counts changes."""
-        return _versions(self._tensors) == self._versions
 
 
 @dataclass(frozen=True)
@@ -109,6 +104,9 @@ class LiveState:
         self._is_settled = True
         self._hooks: list[Any] = []
         self._tensors: list[Any] = []
+        self._pieces: tuple[int, ...] = ()
+        self._interval: CopyInterval | None = None
+        self._flag: Any = None  # what ranks exchange before they change their pieces
         self.is_changing = False
         self.num_steps = 0
         self.marks: deque[Mark] = deque(maxlen=NUM_MARKS)
@@ -128,27 +126,35 @@ class LiveState:
             **values: Small values that belong to the state, such as ``epoch=epoch``. They are copied.
 
         Raises:
-            UsageError: The ranks have shards of the state.
+            UsageError: No other rank holds this rank's piece of the state, and nothing is kept in memory.
             SessionError: The attempt is over.
         """
         self._values = values
         if self._session is not None:
             if not self.num_steps:
-                self._check_is_whole()
+                self._find_pieces(self._session)
             self._record(self._session, copy.deepcopy(values))
         self.num_steps += 1
         self.is_changing = self._is_in_step = False
         if self._session is not None:
             self._session.on_complete_step()
+            self._copy_to_memory(self._session)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as `raysgd.load_checkpoint` returns it: ``raysgd.save_checkpoint(live)`` saves it."""
-        return {name: given.state_dict() for name, given in self._objects.items()} | self._values
+        """Return the state as `raysgd.load_checkpoint` returns it: ``raysgd.save_checkpoint(live)`` saves it.
+
+        Where ranks hold pieces, give ``all_ranks=True``.
+        """
+        return {name: _state_dict(given) for name, given in self._objects.items()} | self._values
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `raysgd.load_checkpoint` returned into the objects; values of `step` are left to the caller."""
+        """Load what `raysgd.load_checkpoint` returned into the objects; values of `step` are left to the caller.
+
+        Raises:
+            CheckpointError: The objects are distributed in another way than those of which this rank holds a piece.
+        """
         for name, given in self._objects.items():
-            given.load_state_dict(state[name])
+            _load(given, state[name], f"state[{name!r}]")
         self._values = {name: value for name, value in state.items() if name not in self._objects}
 
     # -- what the worker calls ----------------------------------------------------------------------------------------
@@ -158,15 +164,16 @@ class LiveState:
         complete, self._complete = self._complete, None
         if complete is None or self._session is None or self.is_changing:
             return None
+        # First, because FSDP puts the shards back in place of gathered parameters when it is asked for its state.
+        state = {name: self._state_of(name, given, complete) for name, given in self._objects.items()}
         now = self._list_tensors()
         is_same = len(now) == len(self._tensors) and all(map(operator.is_, now, self._tensors))
-        if not is_same or _versions(now) != complete.versions:
+        if not is_same or versions(now) != complete.versions:
             return None
         held = complete.held
         reports = self._reports_in_step if self._is_in_step else self._session.num_reports
         # What is reported after a step and before the next forward pass is about that step.
         held = replace(held, iteration=held.iteration + reports - complete.num_reports)
-        state = {name: self._state_of(name, given, complete) for name, given in self._objects.items()}
         return KeptState(held, state | complete.values)
 
     def close(self) -> None:
@@ -189,10 +196,10 @@ class LiveState:
         self._is_settled = self._is_settled and self._is_in_step and small == self._small_after_pass
         optimizers = {name: given for name, given in self._objects.items() if _is_optimizer(given)}
         self._complete = _Complete(
-            session.held_step(step),
+            replace(session.held_step(step), piece=self._own_piece, pieces=self._pieces),
             session.num_reports,
             values,
-            _versions(self._tensors),
+            versions(self._tensors),
             {id(buffer): buffer.detach().clone() for buffer in self._buffers()},
             {name: [_settings(group) for group in given.param_groups] for name, given in optimizers.items()},
             {
@@ -217,6 +224,11 @@ class LiveState:
     def _on_change(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """An optimizer is about to change the state."""
         session, torch = self._session, imported("torch")
+        is_own = any(
+            optimizer in (given, _inner(given), getattr(given, "inner", None)) for given in self._objects.values()
+        )
+        if torch is not None and self._flag is not None and is_own and not self.is_changing:
+            torch.distributed.all_reduce(self._flag)
         if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # so that the gradients are those of all ranks, or the attempt is over
         if session is not None:
@@ -231,14 +243,20 @@ class LiveState:
 
     def _list_tensors(self) -> list[Any]:
         """Return the tensors that are not copied."""
-        found: list[Any] = []
-        for given in self._objects.values():
+        return [value for _, value in self._named_tensors()]
+
+    def _named_tensors(self) -> Iterator[tuple[str, Any]]:
+        for name, given in self._objects.items():
             if _is_optimizer(given):
-                values = [value for state in given.state.values() for value in state.values()]
-                found += [value for value in values if hasattr(value, "_version")]
+                inner = _inner(given)
+                parameters = (each for group in inner.param_groups for each in group["params"])
+                for number, parameter in enumerate(parameters):
+                    for key, value in inner.state.get(parameter, {}).items():
+                        if hasattr(value, "_version"):
+                            yield f"{name}.{number}.{key}", value
             elif _is_module(given):
-                found += given.parameters()
-        return found
+                given.state_dict()  # FSDP puts its shards in place
+                yield from ((f"{name}.{key}", value) for key, value in given.named_parameters())
 
     def _buffers(self) -> Iterator[Any]:
         for given in self._objects.values():
@@ -254,36 +272,39 @@ class LiveState:
             state = given.state_dict(keep_vars=True)
             for key, value in state.items():
                 if hasattr(value, "detach"):
-                    state[key] = complete.buffers.get(id(value), value).detach()
+                    value = complete.buffers.get(id(value), value)
+                    # A detached DTensor would count its changes anew.
+                    state[key] = value if hasattr(value, "_local_tensor") else value.detach()
             return state
-        state = given.state_dict()
+        state = _state_dict(given)
         groups = zip(state["param_groups"], complete.groups[name], strict=True)
         return {**state, "param_groups": [{**group, **settings} for group, settings in groups]}
 
-    def _check_is_whole(self) -> None:
-        for name, given in self._objects.items():
-            tensors = given.parameters() if _is_module(given) else ()
-            is_shard = not _SHARDING.isdisjoint(base.__name__ for base in type(given).__mro__)
-            if is_shard or any(hasattr(each, "to_local") for each in tensors):
-                raise UsageError(
-                    f"live_state({name}=...): each rank may hold a shard of it, and those of a dead rank are nowhere "
-                    "else. Use save_checkpoint with CheckpointConfig(keep_in_memory=True), which copies them to another node."
-                )
+    # -- pieces -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _own_piece(self) -> int:
+        return self._pieces[self._session.world_rank] if self._pieces and self._session is not None else 0
 
-def _tensors_in(state: Any) -> Iterator[Any]:
-    if isinstance(state, Mapping):
-        state = state.values()
-    elif not isinstance(state, (list, tuple)):
-        if hasattr(state, "_version"):
-            yield state
-        return
-    for each in state:
-        yield from _tensors_in(each)
+    def _find_pieces(self, session: Attempt) -> None:
+        """Find out which ranks hold the same."""
+        torch = imported("torch")
+        if torch is None or session.world_size == 1:
+            return
+        self._pieces = number_pieces(session.gather(describe_piece(self._named_tensors())))
+        if not are_replicated(self._pieces):
+            self._interval = CopyInterval()
+        elif self._pieces:
+            self._flag = torch.zeros(1, device=next(iter(self._named_tensors()))[1].device)
 
-
-def _versions(tensors: Any) -> list[int]:
-    return [tensor._version for tensor in tensors]
+    def _copy_to_memory(self, session: Attempt) -> None:
+        """Copy the state, if it is time to."""
+        if self._interval is None or not self._interval.is_due(self.num_steps):
+            return
+        began = time.monotonic()
+        session.copy_to_memory(self.num_steps, self.state_dict())
+        times = self._interval.measure(self.num_steps, began, time.monotonic())
+        self._interval.on_copied(self.num_steps, session.gather(times))
 
 
 def _is_module(given: Any) -> bool:
@@ -296,3 +317,30 @@ def _is_optimizer(given: Any) -> bool:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.copy(value) for name, value in group.items() if name != "params"}
+
+
+def _inner(given: Any) -> Any:
+    """Return the optimizer with the state that this rank holds: torch's ZeroRedundancyOptimizer would gather that of all."""
+    is_divided = any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(given).__mro__)
+    return given.optim if is_divided else given
+
+
+def _state_dict(given: Any) -> Any:
+    inner = _inner(given)
+    if inner is not given:  # it takes over the settings in the next step
+        given._sync_param_groups(given.param_groups, inner.param_groups)
+    return inner.state_dict()
+
+
+def _load(given: Any, state: Any, place: str) -> None:
+    """Load a state into an object, whose tensors may be distributed."""
+    inner = _inner(given)
+    if imported("torch") is not None:
+        restoring = importlib.import_module("raysgd.torch.restoring")  # of a layer above
+        if _is_module(given):
+            restoring.place_state(given, state := copy.copy(state))
+        elif _is_optimizer(given):
+            state = restoring.place_optimizer_state(state, inner, place)
+    inner.load_state_dict(state)
+    if inner is not given:
+        given._sync_param_groups(inner.param_groups, given.param_groups)
