@@ -97,9 +97,8 @@ class Pace:
     @property
     def computing_s(self) -> float:
         """Seconds per step that nothing else is known to have: computing."""
-        return self.own_s - sum(
-            self.uses.get(use, 0.0) for use in ("data", "checkpoint", "callbacks", "compiling", "garbage")
-        )
+        known = ("data", "evaluation", "checkpoint", "callbacks", "compiling", "garbage")
+        return self.own_s - sum(self.uses.get(use, 0.0) for use in known)
 
 
 class Saving(NamedTuple):

@@ -151,16 +151,23 @@ class BatchSizes:
             values squared, of values times seconds, and of seconds squared.
     """
 
-    __slots__ = ("_before", "_computing", "_since_s", "sums")
+    __slots__ = ("_before", "_computing", "_since_s", "_uses", "sums")
 
-    def __init__(self, computing: Stopwatch) -> None:
+    def __init__(self, uses: Uses, computing: Stopwatch) -> None:
         self.sums = [0.0] * 7
+        self._uses = uses
         self._computing = computing
         self._since_s = 0.0
         self._before = (0, 0)
 
     def add(self, batch: Any) -> None:
-        """Count a batch that the loop gets now, and the seconds of computing since the one before as that one's."""
+        """Count a batch that the loop gets now, and the seconds of computing since the one before as that one's.
+
+        Batches of an evaluation are not counted.
+        """
+        if self._uses.base is not self._computing:
+            self._before = (0, 0)
+            return
         computed_s = self._computing.seconds
         took_s, self._since_s = computed_s - self._since_s, computed_s
         (rows, values), self._before = self._before, count_values(batch)
@@ -214,7 +221,7 @@ class Progress:
         self.data, self.checkpoint, self.waiting = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
         self.script, self.compiling, self.evaluation = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
         self.callbacks, self.garbage = Stopwatch(uses), Stopwatch(uses)
-        self.batches = BatchSizes(self._training)
+        self.batches = BatchSizes(uses, self._training)
         self.sent_bytes = 0
         self._clock = clock
         self._calls = 0
@@ -256,6 +263,12 @@ class Progress:
             self._steps = count
             # One assignment: a thread that reads meanwhile does not mix two steps. A plain tuple is made fastest.
             self._spent = (count, now - self._entered_at, self.data.seconds)
+
+    def on_pass(self, *, is_evaluation: bool) -> None:
+        """The model is called: what follows is evaluation, up to a pass that is not."""
+        base = self.evaluation if is_evaluation else self._training
+        if self._steps and self._uses.base is not base and get_ident() == self._uses.thread:
+            self._uses.change_base(base)
 
     def uses(self) -> dict[str, float]:
         """Return what the time since train_func was entered was used for, in seconds, which add up to all of it.
