@@ -187,10 +187,10 @@ def read_batches(sizes: list[tuple[int, int]], took_s: Callable[[int], float]) -
     uses = Uses(lambda: now)
     counted = BatchSizes(uses, uses.base)
     for rows, length in [*sizes, (1, 1)]:
-        counted.add({"x": _Array((rows, length)), "y": _Array((rows,))})
+        counted.add("train", {"x": _Array((rows, length)), "y": _Array((rows,))})
         now += took_s(rows * (length + 1))
         uses.settle()
-    return counted.sums
+    return counted.sums["train"]
 
 
 class _Array:
@@ -229,7 +229,7 @@ def with_batches(rows: tuple[int, int], *, is_straggler: bool = False) -> list[F
         for rank, seconds in enumerate(took_s):
             sums = read_batches([(rows[rank], 8)] * number, lambda _, each=seconds: each)  # type: ignore[misc]
             uses = {"training": number * seconds, "waiting": number * (max(took_s) - seconds)}
-            run.sample(rank, number, {"batches": sums}, **uses)
+            run.sample(rank, number, {"batches": {"train": sums}}, **uses)
     run.emit("run_end")
     return find(run)
 
@@ -260,7 +260,7 @@ def test_batches_of_other_lengths_in_each_step_are_waited_for() -> None:
         for rank in (0, 1):
             own_s = 1e-5 * sum(values[rank])
             sums = read_batches(sizes[rank][:number], lambda size: 1e-5 * size)
-            run.sample(rank, number, {"batches": sums}, training=own_s, waiting=longest_s - own_s)
+            run.sample(rank, number, {"batches": {"train": sums}}, training=own_s, waiting=longest_s - own_s)
     run.emit("run_end")
     (found,) = find(run)
     assert found.cause == "uneven batches" and found.rank is None
@@ -279,7 +279,7 @@ def test_a_step_that_hardly_depends_on_its_batch_is_for_larger_ones() -> None:
     for number in (10, 200):
         sums = read_batches(sizes[:number], lambda values: 0.01 + 1e-6 * values)
         run.at = 1000.0 + sums[3]
-        run.sample(0, number, {"batches": sums}, training=sums[3])
+        run.sample(0, number, {"batches": {"train": sums}}, training=sums[3])
     run.emit("run_end")
     (found,) = find(run)
     assert found.cause == "small batches"

@@ -168,8 +168,9 @@ def test_time_after_a_pass_of_an_evaluation_is_evaluation_up_to_the_next_trainin
         ("batch", 32),
     ):
         if call == "batch":
-            progress.mark("batch")
-            progress.batches.add(batch)
+            with progress.data:
+                progress.mark("batch")
+            progress.batches.add("train", batch)
         else:
             progress.on_pass(is_evaluation=call == "evaluation")
         clock.now += seconds
@@ -177,7 +178,7 @@ def test_time_after_a_pass_of_an_evaluation_is_evaluation_up_to_the_next_trainin
     clock.now += 64
     assert progress.uses() == {"setup": 1, "training": 2 + 4 + 8 + 64, "evaluation": 16 + 32}
     # The first batch was trained with; of the second the pass of an evaluation followed, and the third is one of it.
-    assert progress.batches.sums[:4] == [1, 2, 6, 0]
+    assert progress.batches.sums["train"][:4] == [1, 2, 6, 2 + 4]
 
 
 @given(
