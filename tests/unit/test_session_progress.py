@@ -147,6 +147,10 @@ def test_reading_a_batch_is_timed_and_using_it_is_not(how: str) -> None:
         assert 0.06 <= session.progress.data.seconds <= read_s
         num_batches = 6 if how == "iter_rows" else 3
         assert session.progress.spent.steps == num_batches
+        if how != "iter_rows":
+            ((count, rows, values, computed_s, *_),) = session.progress.batches.sums.values()
+            assert rows == values == 2 * count > 0
+            assert computed_s >= 0.02 * count
 
 
 def test_local_session_has_progress() -> None:

@@ -80,7 +80,7 @@ def find_garbage_collection(evidence: Evidence) -> Finding | None:
         "garbage collection",
         "garbage",
         "Python's garbage collector took {share:.0%} of the time.",
-        "call gc.freeze() before the loop, or gc.disable() and gc.collect() every n-th step.",
+        "call gc.freeze() before the loop, or gc.disable(), and gc.collect() at the same n-th steps on all ranks.",
     )
 
 
