@@ -2,9 +2,9 @@
 
 torch makes each of them by a method of `torch.distributed.ProcessGroup`: also the asynchronous ones, those in a batch, and
 those of objects. `install` puts functions around these methods. So a send or receive costs less than two microseconds. The
-sends from one rank to another are numbered alike at both ends, for each tag. Whoever waits for an operation calls
-``Work.wait``: all that Python code of torch does, as that of FSDP2, but not DDP, which `raysgd.torch.reduction` times. With nccl
-it returns at once. Worker side.
+sends from one rank to another are numbered alike at both ends, for each tag. Python code waits for an
+operation by ``Work.wait``, as that of FSDP2 does; DDP waits in C++, see `raysgd.torch.reduction`. With nccl it returns at once.
+Worker side.
 """
 
 from __future__ import annotations

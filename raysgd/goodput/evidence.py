@@ -99,9 +99,8 @@ class Pace:
     @property
     def computing_s(self) -> float:
         """Seconds per step that nothing else is known to have: computing."""
-        return self.own_s - sum(
-            self.uses.get(use, 0.0) for use in ("data", "checkpoint", "callbacks", "compiling", "garbage")
-        )
+        known = ("data", "evaluation", "checkpoint", "callbacks", "compiling", "garbage")
+        return self.own_s - sum(self.uses.get(use, 0.0) for use in known)
 
 
 class Saving(NamedTuple):
@@ -340,8 +339,6 @@ def _pace(made: Sequence[Mapping[str, Any]], *, may_have_first: bool = False) ->
     cpu_wait_s, memory_wait_s, sent_bytes = (
         _added(made, name) / steps for name in ("cpu_wait_s", "memory_wait_s", "sent_bytes")
     )
-    after, before = last.get("batches"), first.get("batches")
-    sums = [each - before[index] if before else each for index, each in enumerate(after)] if after else None
     gpu = [each["gpu_percent"] / 100 for each in made[1:] if each.get("gpu_percent") is not None]
     return Pace(
         steps,
@@ -350,10 +347,20 @@ def _pace(made: Sequence[Mapping[str, Any]], *, may_have_first: bool = False) ->
         cpu_wait_s,
         memory_wait_s,
         sent_bytes,
-        None if sums is None else Batches.of(sums),
+        _batches(first.get("batches", {}), last.get("batches", {})),
         fmean(gpu) if gpu else None,
         has_first,
     )
+
+
+def _batches(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> Batches | None:
+    """Return the batches of the dataset with which the rank has computed longest."""
+    added = [
+        [each - less for each, less in zip(sums, before.get(name, [0] * 7), strict=True)]
+        for name, sums in after.items()
+    ]
+    longest = max(added, key=lambda sums: sums[3], default=None)
+    return None if longest is None else Batches.of(longest)
 
 
 def _added(readings: Sequence[Mapping[str, Any]], name: str) -> float:

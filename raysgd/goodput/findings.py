@@ -73,7 +73,7 @@ def _dated(rule: Rule, finding: Finding, evidence: Evidence) -> Finding:
 
 
 def list_unseen(evidence: Evidence) -> list[str]:
-    """Return what could not be seen in a run, and so is no cause and counts as training."""
+    """Return what could not be seen in a run, which counts as training."""
     paces = evidence.paces.values()
     if len(paces) < 2:
         return []

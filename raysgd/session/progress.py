@@ -147,28 +147,39 @@ class BatchSizes:
     """Adds up how large the batches of a rank were, and how long it computed with each; from that follows what depends on it.
 
     Attributes:
-        sums: The number of batches; their rows and their values; the seconds of computing; and over all batches, the sums of
-            values squared, of values times seconds, and of seconds squared.
+        sums: By dataset, the number of batches; their rows and their values; the seconds of computing; and over all batches, the
+            sums of values squared, of values times seconds, and of seconds squared. Only of the first `_MAX_SOURCES`.
     """
 
-    __slots__ = ("_before", "_computing", "_since_s", "sums")
+    _MAX_SOURCES = 4
 
-    def __init__(self, computing: Stopwatch) -> None:
-        self.sums = [0.0] * 7
+    def __init__(self, uses: Uses, computing: Stopwatch) -> None:
+        self.sums: dict[str, list[float]] = {}
+        self._uses = uses
         self._computing = computing
         self._since_s = 0.0
-        self._before = (0, 0)
+        self._before = ("", 0, 0)
 
-    def add(self, batch: Any) -> None:
-        """Count a batch that the loop gets now, and the seconds of computing since the one before as that one's."""
+    def add(self, source: str, batch: Any) -> None:
+        """Count a batch that the loop gets now, and the seconds of computing since the one before as that one's.
+
+        Batches of an evaluation are not counted. Nor is the last one of an epoch: what the loop does after it belongs to no step.
+
+        Args:
+            source: Its dataset.
+            batch: None: the epoch has ended.
+        """
+        if batch is None or self._uses.base is not self._computing:
+            self._before = ("", 0, 0)
+            return
         computed_s = self._computing.seconds
         took_s, self._since_s = computed_s - self._since_s, computed_s
-        (rows, values), self._before = self._before, count_values(batch)
-        if not values:
+        (known, rows, values), self._before = self._before, (source, *count_values(batch))
+        if not values or (known not in self.sums and len(self.sums) >= self._MAX_SOURCES):
             return
-        count, all_rows, all_values, seconds, squares, products, seconds_squared = self.sums
+        count, all_rows, all_values, seconds, squares, products, seconds_squared = self.sums.get(known, [0.0] * 7)
         # One assignment: a thread that reads meanwhile does not mix two batches.
-        self.sums = [
+        self.sums[known] = [
             count + 1,
             all_rows + rows,
             all_values + values,
@@ -214,7 +225,7 @@ class Progress:
         self.data, self.checkpoint, self.waiting = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
         self.script, self.compiling, self.evaluation = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
         self.callbacks, self.garbage = Stopwatch(uses), Stopwatch(uses)
-        self.batches = BatchSizes(self._training)
+        self.batches = BatchSizes(uses, self._training)
         self.sent_bytes = 0
         self._clock = clock
         self._calls = 0
@@ -257,6 +268,12 @@ class Progress:
             # One assignment: a thread that reads meanwhile does not mix two steps. A plain tuple is made fastest.
             self._spent = (count, now - self._entered_at, self.data.seconds)
 
+    def on_pass(self, *, is_evaluation: bool) -> None:
+        """The model is called: what follows is evaluation, up to a pass that is not."""
+        base = self.evaluation if is_evaluation else self._training
+        if self._steps and self._uses.base is not base and get_ident() == self._uses.thread:
+            self._uses.change_base(base)
+
     def uses(self) -> dict[str, float]:
         """Return what the time since train_func was entered was used for, in seconds, which add up to all of it.
 
@@ -280,8 +297,8 @@ class Progress:
 
     def work(self) -> dict[str, Any]:
         """Return what was read and exchanged since train_func was entered; see `BatchSizes.sums`. Any thread may ask."""
-        sums = self.batches.sums
-        return {"batches": sums, "sent_bytes": self.sent_bytes} if sums[0] or self.sent_bytes else {}
+        found = {"batches": dict(self.batches.sums), "sent_bytes": self.sent_bytes}
+        return {name: value for name, value in found.items() if value}
 
     @property
     def spent(self) -> Spent:

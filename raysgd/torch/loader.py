@@ -239,14 +239,14 @@ class PreparedLoader:
             yield batch
 
     def _read(self, batches: Iterator[Any], number: int, reads: _Reads) -> Iterator[tuple[Any, BatchRows]]:
-        progress = context.current().progress
+        progress, source = context.current().progress, str(id(self.loader.dataset))
         while True:
             with progress.data:
                 batch = next(batches, _END)
+            progress.batches.add(source, None if batch is _END else batch)
             if batch is _END:
                 return
             progress.mark("batch")
-            progress.batches.add(batch)
             items, own = (1, 1) if reads is None or number not in reads else reads[number]
             if not own and not self.train:
                 batch = without_rows(batch)

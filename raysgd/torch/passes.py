@@ -102,5 +102,9 @@ def show_pass(inputs: Any, *, is_training: bool) -> None:
 
 
 def _on_pass(module: nn.Module, *inputs: Any) -> None:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    is_evaluation = not (torch.is_grad_enabled() or module.training)
+    context.current().progress.on_pass(is_evaluation=is_evaluation)
+    if torch.is_grad_enabled():
         show_pass(inputs, is_training=module.training)

@@ -184,7 +184,7 @@ def test_ranks_that_are_late_at_different_times_are_waited_for() -> None:
 
 
 @given(st.lists(st.lists(st.floats(0, 10), min_size=3, max_size=3), min_size=1, max_size=6))
-def test_all_ranks_exchange_equally_long_and_the_rest_of_their_waiting_is_for_late_ranks(
+def test_all_ranks_exchange_equally_long_and_wait_for_late_ranks_otherwise(
     waits: list[list[float]],
 ) -> None:
     so_far = [[sum(each[rank] for each in waits[: number + 1]) for number in range(len(waits))] for rank in range(3)]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from raysgd.goodput.evidence import Batches, Evidence
 from raysgd.goodput.findings import Finding, find_causes, list_unseen
 from raysgd.goodput.rules import RULES
-from raysgd.session.progress import BatchSizes, Stopwatch, Uses
+from raysgd.result import Event
+from raysgd.session.progress import BatchSizes, Uses
 from support.run_events import RunEvents
 
 #: What a sample adds to the uses, by rank: seconds per step of uses, and other values per step.
@@ -112,6 +113,22 @@ def test_overheads_are_named(use: str, cause: str) -> None:
     assert [each.cause for each in stepping(2, each={"training": 0.08, use: 0.02})] == [cause]
 
 
+@pytest.mark.parametrize("use", ["callbacks", "checkpoint"])
+def test_overhead_of_one_rank_costs_all_ranks(use: str) -> None:
+    run = make_run(4, lambda rank, _: {"training": 0.08, use if rank == 0 else "waiting": 0.02})
+    run.events.insert(-1, Event("checkpoint", run.at, {"iteration": 100, "seconds": 0.1}))
+    (found,) = find(run)
+    assert (found.cause, found.gain) == (f"{use.removesuffix('s')}s", pytest.approx(1.25))
+    assert found.share == pytest.approx(0.2, abs=0.01)
+
+
+def test_evaluation_of_one_rank_is_no_straggler() -> None:
+    found = stepping(4, each={"training": 0.06, "waiting": 0.04}, rank0={"evaluation": 0.04, "waiting": 0.0})
+    assert [(each.cause, each.rank) for each in found] == [("evaluation", 0)]
+    assert found[0].gain == pytest.approx(1 / 0.7)
+    assert stepping(4, each={"training": 0.06, "evaluation": 0.04}) == []
+
+
 def test_a_first_compilation_belongs_to_the_start() -> None:
     run = RunEvents()
     run.start(1, joining_s=1.0)
@@ -168,12 +185,12 @@ def read_batches(sizes: list[tuple[int, int]], took_s: Callable[[int], float]) -
     """Return what a worker measures of batches of so many rows and so long rows, each of which takes its time."""
     now = 0.0
     uses = Uses(lambda: now)
-    counted = BatchSizes(uses.base)
+    counted = BatchSizes(uses, uses.base)
     for rows, length in [*sizes, (1, 1)]:
-        counted.add({"x": _Array((rows, length)), "y": _Array((rows,))})
+        counted.add("train", {"x": _Array((rows, length)), "y": _Array((rows,))})
         now += took_s(rows * (length + 1))
         uses.settle()
-    return counted.sums
+    return counted.sums["train"]
 
 
 class _Array:
@@ -212,7 +229,7 @@ def with_batches(rows: tuple[int, int], *, is_straggler: bool = False) -> list[F
         for rank, seconds in enumerate(took_s):
             sums = read_batches([(rows[rank], 8)] * number, lambda _, each=seconds: each)  # type: ignore[misc]
             uses = {"training": number * seconds, "waiting": number * (max(took_s) - seconds)}
-            run.sample(rank, number, {"batches": sums}, **uses)
+            run.sample(rank, number, {"batches": {"train": sums}}, **uses)
     run.emit("run_end")
     return find(run)
 
@@ -243,7 +260,7 @@ def test_batches_of_other_lengths_in_each_step_are_waited_for() -> None:
         for rank in (0, 1):
             own_s = 1e-5 * sum(values[rank])
             sums = read_batches(sizes[rank][:number], lambda size: 1e-5 * size)
-            run.sample(rank, number, {"batches": sums}, training=own_s, waiting=longest_s - own_s)
+            run.sample(rank, number, {"batches": {"train": sums}}, training=own_s, waiting=longest_s - own_s)
     run.emit("run_end")
     (found,) = find(run)
     assert found.cause == "uneven batches" and found.rank is None
@@ -262,7 +279,7 @@ def test_a_step_that_hardly_depends_on_its_batch_is_for_larger_ones() -> None:
     for number in (10, 200):
         sums = read_batches(sizes[:number], lambda values: 0.01 + 1e-6 * values)
         run.at = 1000.0 + sums[3]
-        run.sample(0, number, {"batches": sums}, training=sums[3])
+        run.sample(0, number, {"batches": {"train": sums}}, training=sums[3])
     run.emit("run_end")
     (found,) = find(run)
     assert found.cause == "small batches"
@@ -372,7 +389,7 @@ def test_checkpoints_often_enough_are_not_blamed() -> None:
     assert all("save_checkpoint every" not in each.remedy for each in failing(every=10))
 
 
-def test_a_run_that_saved_nothing_is_told_so() -> None:
+def test_a_run_without_checkpoints_gets_the_advice_to_save() -> None:
     found = failing(every=100_000, failures=1)
     assert "none was saved" in found[0].remedy
 
@@ -394,11 +411,7 @@ def test_a_run_that_saved_nothing_is_told_so() -> None:
         ("none", 0.0, []),
     ],
 )
-def test_what_cannot_be_seen_is_said(backend: str, waiting_s: float, unseen: list[str]) -> None:
+def test_what_cannot_be_seen_is_named(backend: str, waiting_s: float, unseen: list[str]) -> None:
     run = make_run(2, lambda rank, _: {"training": 0.1, "waiting": waiting_s})
     run.events[0].data["backend"] = backend
     assert list_unseen(Evidence.of(run.events)) == unseen
-
-
-def test_a_watch_of_no_thread_counts_nothing() -> None:
-    assert Batches.of(BatchSizes(Stopwatch(Uses(time.monotonic))).sums) is None

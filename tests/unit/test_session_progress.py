@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import raysgd
 from raysgd.session import context
 from raysgd.session.local import LocalSession
-from raysgd.session.progress import Progress, Spent
+from raysgd.session.progress import Progress, Spent, count_values
 
 CALLS = st.sampled_from(["report", "batch", "save_checkpoint", "barrier", "work"])
 
@@ -146,8 +147,56 @@ def test_reading_a_batch_is_timed_and_using_it_is_not(how: str) -> None:
         assert 0.06 <= session.progress.data.seconds <= read_s
         num_batches = 6 if how == "iter_rows" else 3
         assert session.progress.spent.steps == num_batches
+        if how != "iter_rows":
+            ((count, rows, values, computed_s, *_),) = session.progress.batches.sums.values()
+            assert rows == values == 2 * count > 0
+            assert computed_s >= 0.02 * count
 
 
 def test_local_session_has_progress() -> None:
     assert isinstance(context.current(), LocalSession)
     assert isinstance(context.current().progress, Progress)
+
+
+def test_time_after_a_pass_of_an_evaluation_is_evaluation_up_to_the_next_training_pass() -> None:
+    clock = Clock()
+    progress = Progress(clock)
+    progress.enter()
+    batch = np.ones((2, 3))
+    for call, seconds in (
+        ("evaluation", 1),
+        ("batch", 2),
+        ("training", 4),
+        ("batch", 8),
+        ("evaluation", 16),
+        ("batch", 32),
+    ):
+        if call == "batch":
+            with progress.data:
+                progress.mark("batch")
+            progress.batches.add("train", batch)
+        else:
+            progress.on_pass(is_evaluation=call == "evaluation")
+        clock.now += seconds
+    progress.on_pass(is_evaluation=False)
+    clock.now += 64
+    assert progress.uses() == {"setup": 1, "training": 2 + 4 + 8 + 64, "evaluation": 16 + 32}
+    # The first batch was trained with; of the second the pass of an evaluation followed, and the third is one of it.
+    assert progress.batches.sums["train"][:4] == [1, 2, 6, 2 + 4]
+
+
+@given(
+    st.recursive(
+        st.sampled_from([np.ones((2, 3)), np.float32(1)]),
+        lambda inner: st.lists(inner, min_size=1) | st.dictionaries(st.text(), inner, min_size=1),
+    )
+)
+def test_values_of_a_batch_are_those_of_its_arrays(batch: Any) -> None:
+    def arrays(part: Any) -> list[Any]:
+        if isinstance(part, (dict, list)):
+            return [leaf for each in (part.values() if isinstance(part, dict) else part) for leaf in arrays(each)]
+        return [part]
+
+    rows, values = count_values(batch)
+    assert values == sum(np.size(each) for each in arrays(batch))
+    assert rows == len(np.atleast_1d(arrays(batch)[0]))

@@ -265,14 +265,8 @@ class RunMachine:
                 data = {"rank": rank, "attempt": running.attempt, "timestamp": event.timestamp}
                 self._emit(c.RecordEvent("entered", data | e.describe_output(event.output)))
             case e.Left():
-                data = {
-                    "rank": rank,
-                    "attempt": running.attempt,
-                    "steps": event.steps,
-                    "uses": event.uses,
-                    **event.work,
-                }
-                self._emit(c.RecordEvent("left", data | e.describe_output(event.output)))
+                data = {"rank": rank, "attempt": running.attempt, "steps": event.steps, "uses": event.uses}
+                self._emit(c.RecordEvent("left", data | event.work | e.describe_output(event.output)))
 
     def _on_unsynchronized(self, running: Running, rank: int, message: str) -> None:
         """Warn once in a run, when all ranks train a model of their own: where some do not, others may train on purpose."""

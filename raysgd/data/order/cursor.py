@@ -160,6 +160,7 @@ class Cursor:
     def _end_iteration(self, ends_epoch: bool) -> None:
         if self._iteration is not None:
             self.handed_out.end_iteration(is_whole=not self._iteration.start)
+            self.passes.on_batch(self.name, None)
         self._iteration = None
         if ends_epoch:
             self._position = Position(epoch=self.epoch + 1)
@@ -222,6 +223,7 @@ class EpochIteration:
     def consume(self, stop: int, batch: Any = None) -> None:
         """Record that all ranks together have handed out everything before the place ``stop``, this rank a batch of it."""
         cursor = self._cursor
+        cursor.passes.on_batch(cursor.name, batch)
         cursor.handed_out.add(cursor.passes.recognize(batch), cursor.position)
         cursor._advance(stop, self.order)
 

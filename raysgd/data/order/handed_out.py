@@ -180,18 +180,18 @@ class HandedOut:
 
 
 class Passes:
-    """Shows the passes of prepared models to the datasets of a session, and their batches to who counts them.
+    """Shows the passes of prepared models to the datasets of a session, and their batches to `BatchSizes` of the session.
 
     Args:
-        on_batch: Called with each batch that is handed out.
+        on_batch: Called with the name of a dataset and each batch that it hands out, and with None at the end of an epoch.
 
     Attributes:
         describe: Returns how to recognize a batch, or None. Without it, none is.
     """
 
-    def __init__(self, on_batch: Callable[[Any], None] = lambda batch: None) -> None:
+    def __init__(self, on_batch: Callable[[str, Any], None] = lambda name, batch: None) -> None:
         self.describe: Callable[[Any], SeenBatch | None] | None = None
-        self._on_batch = on_batch
+        self.on_batch = on_batch
         self._datasets: weakref.WeakSet[HandedOut] = weakref.WeakSet()
 
     def follow(self, name: str) -> HandedOut:
@@ -201,11 +201,8 @@ class Passes:
         return handed_out
 
     def recognize(self, batch: Any) -> SeenBatch | None:
-        """Return how to recognize a batch that is handed out now; None: nothing can."""
-        if batch is None:
-            return None
-        self._on_batch(batch)
-        return None if self.describe is None else self.describe(batch)
+        """Return how to recognize a batch; None: nothing can."""
+        return None if self.describe is None or batch is None else self.describe(batch)
 
     def has_unused(self) -> bool:
         """Return whether a dataset has handed out batches that are not known to be used."""

@@ -17,6 +17,7 @@ RULES: tuple[Rule, ...] = (
     checkpoints.find,
     overheads.find_start,
     overheads.find_compiling,
+    overheads.find_evaluation,
     overheads.find_callbacks,
     overheads.find_garbage_collection,
 )

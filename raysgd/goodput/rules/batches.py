@@ -75,7 +75,7 @@ def find_small(evidence: Evidence) -> Finding | None:
         return None
     fixed_s = median(0.0 if pace.batches is None else pace.batches.fixed_s for pace in evidence.paces.values())
     gpu = [pace.gpu_share for pace in evidence.paces.values() if pace.gpu_share is not None]
-    if gpu:  # it computes while Python has gone on: what it does not use is Python's
+    if gpu:  # it computes while Python continues, so its idle time is that of Python
         busy_s = median(gpu) * step_s
         fixed_s = max(0.0, median(pace.computing_s for pace in evidence.paces.values()) - busy_s)
     messages_s = evidence.exchange_s - evidence.uneven_s if is_latency(evidence) else 0.0

@@ -1,9 +1,12 @@
-"""Time that is spent outside the steps: starting, compiling, callbacks, garbage collection."""
+"""Time that is spent outside the steps: starting, compiling, evaluation by one rank, callbacks, garbage collection."""
 
 from __future__ import annotations
 
-from raysgd.goodput.evidence import Evidence
+from statistics import median
+
+from raysgd.goodput.evidence import Evidence, gain_of
 from raysgd.goodput.findings import Finding
+from raysgd.goodput.rules.stragglers import EXCESS
 
 #: Starting is a cause where it takes this part of a run's time; a shorter run has nothing else.
 START_SHARE = 0.3
@@ -39,6 +42,28 @@ def _compiling_share(evidence: Evidence) -> float:
     return evidence.stepping_share * min(later) / step_s if later and step_s else 0.0
 
 
+def find_evaluation(evidence: Evidence) -> Finding | None:
+    """One rank evaluates, and the others wait for it. What all evaluate is what the user wants."""
+    spent = {rank: pace.uses.get("evaluation", 0.0) for rank, pace in evidence.paces.items()}
+    if len(spent) < 2 or not evidence.step_s:
+        return None
+    longest = max(spent, key=lambda rank: spent[rank])
+    others_s = median(seconds for rank, seconds in spent.items() if rank != longest)
+    waited_s = median(pace.waiting_s for rank, pace in evidence.paces.items() if rank != longest)
+    excess_s = spent[longest] - others_s
+    if excess_s <= EXCESS * evidence.step_s or waited_s < excess_s / 2:
+        return None
+    share = excess_s / evidence.step_s
+    return Finding(
+        "evaluation",
+        evidence.stepping_share * share,
+        f"{evidence.place_of(longest)} evaluates for {share:.0%} of the time, and the others wait for it.",
+        "let each rank evaluate its part: prepare_data_loader(train=False) divides the rows, and gather the sums.",
+        gain_of(evidence.step_s, excess_s * (1 - 1 / len(spent))),
+        longest,
+    )
+
+
 def find_callbacks(evidence: Evidence) -> Finding | None:
     return _overhead(
         evidence,
@@ -55,7 +80,7 @@ def find_garbage_collection(evidence: Evidence) -> Finding | None:
         "garbage collection",
         "garbage",
         "Python's garbage collector took {share:.0%} of the time.",
-        "call gc.freeze() before the loop, or gc.disable() and gc.collect() every n-th step.",
+        "call gc.freeze() before the loop, or gc.disable(), and gc.collect() at the same n-th steps on all ranks.",
     )
 
 

@@ -1,4 +1,4 @@
-"""A rank computes longer than the others, which wait for it, though its batches are no larger."""
+"""A rank computes longer than the others, which wait for it, and its batches do not explain it."""
 
 from __future__ import annotations
 
