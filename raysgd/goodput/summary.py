@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from raysgd.goodput.evidence import Evidence
 from raysgd.goodput.findings import find_causes, list_unseen
 from raysgd.goodput.ledger import PAUSED, Slice, goodput_of
 from raysgd.goodput.rules import RULES
-from raysgd.result import Event
 
 #: Into how many equal periods a run is divided.
 NUM_PERIODS = 120
-#: How many samples of a rank in an attempt, and of all of them, are worth keeping: some for each period.
-_OF_RANK, _OF_ALL = 256, 32_768
 _DIGITS = 4  # of seconds: a summary of a thousand ranks stays small
-
-
-class KeptEvents:
-    """The events of a run, oldest first, with some of its samples.
-
-    The sums in a sample are those since its rank entered train_func. Samples that are left out change no sum, only when it was.
-    """
-
-    def __init__(self) -> None:
-        self._others: list[tuple[int, Event]] = []
-        self._samples: dict[tuple[int, int], list[tuple[int, Event]]] = {}  # by attempt and rank
-        self._count = self._attempt = self._num_samples = self._num_left = 0
-
-    def add(self, event: Event) -> None:
-        """Add the next event."""
-        self._count += 1
-        self._attempt += event.kind == "attempt_start"
-        if event.kind != "sample":
-            self._others.append((self._count, event))
-            return
-        self._samples.setdefault((self._attempt, event.data["rank"]), []).append((self._count, event))
-        self._num_samples += 1
-        if self._num_samples > max(min(_OF_RANK * len(self._samples), _OF_ALL), 2 * self._num_left):
-            for own in self._samples.values():  # the first and the last stay
-                del own[1:-1:2]
-            self._num_samples = self._num_left = sum(map(len, self._samples.values()))
-
-    def __iter__(self) -> Iterator[Event]:
-        """Yield the events in their order."""
-        samples = [each for own in self._samples.values() for each in own]
-        return (event for _, event in sorted([*self._others, *samples], key=lambda each: each[0]))
 
 
 def summarize(evidence: Evidence) -> dict[str, Any]:

@@ -13,8 +13,12 @@ from raysgd.controller import frames
 from raysgd.controller.checkpoints.pending import find_rounds
 from raysgd.controller.journal.journal import read_description, reading, stored_frames
 from raysgd.controller.rounds import check_reduce, merge_results
+from raysgd.goodput.kept_events import KeptEvents
 from raysgd.result import Event, Result
 from raysgd.runs.tail import JournalTail
+
+#: How much of the samples of a thousand ranks, gigabytes in an hour, is in memory at once.
+_PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,15 @@ def read_run(folder: Storage, reduce: Mapping[str, str] | None = None) -> Stored
 
 
 def read_events(folder: Storage) -> list[Event]:
-    """Read the events of a run so far, with the samples of its workers, oldest first. Errors as for `read_run`."""
+    """Read the events of a run so far, with those samples that `KeptEvents` keeps, oldest first. Errors as for `read_run`."""
+    tail, kept = JournalTail(folder, reports=False), KeptEvents()
     with reading(folder):
-        new = JournalTail(folder, reports=False).read()
-        return [Event(**frame.data) for frame in new if frame.kind == frames.EVENT]
+        while True:
+            for frame in tail.read(max_bytes=_PIECE_BYTES):
+                if frame.kind == frames.EVENT:
+                    kept.add(Event(**frame.data))
+            if not tail.is_behind:
+                return list(kept)
 
 
 def outcome_of(events: Sequence[Event]) -> str | None:

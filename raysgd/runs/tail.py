@@ -30,7 +30,7 @@ class JournalTail:
 
     Attributes:
         last_seq: The number of the last frame that was returned; -1 before the first.
-        is_behind: The files of reports have more than the last call was allowed to read.
+        is_behind: The files have more than the last call was allowed to read.
         is_closed: The last frame of the run was returned.
     """
 
@@ -57,7 +57,8 @@ class JournalTail:
         """Return the frames that were written since the last call. Blocks.
 
         Args:
-            max_bytes: How much of the files of reports to read, but for the last line. None: all.
+            max_bytes: How much of the files of reports to read, but for the last line; without reports, of those of events.
+                None: all.
             is_final: Also return frames after a gap at once: the missing ones are not awaited.
 
         Raises:
@@ -65,7 +66,7 @@ class JournalTail:
             CheckpointCorruptError: A file is damaged.
         """
         events, reports = journal_files(self._storage)
-        self._read_files(*events)
+        self._read_files(*events, max_bytes=None if self._has_reports else max_bytes)
         if self._has_reports:
             self._read_files(*reports, max_bytes=max_bytes)
         self._waiting.sort(key=lambda frame: frame.seq)
@@ -88,9 +89,10 @@ class JournalTail:
                 lines = [line for line in lines[:-1] if not _SAMPLE.match(line)] + lines[-1:]
             self._waiting += [parse_line(line, to_frame, where) for line in lines]
             left = None if left is None else left - len(data)
-            self.is_behind = left is not None and left <= 0
-            if self.is_behind:
+            if left is not None and left <= 0:
+                self.is_behind = end > 0  # otherwise a line is half written
                 return
+            self.is_behind = False
             if name != names[-1]:  # only the last file of a kind grows
                 self._complete.add(name)
 

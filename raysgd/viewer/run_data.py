@@ -22,8 +22,9 @@ from raysgd.controller.frames import Frame
 from raysgd.controller.journal.journal import read_description, reading
 from raysgd.controller.rounds import RoundMerger, check_reduce
 from raysgd.goodput.evidence import Evidence
+from raysgd.goodput.kept_events import KeptEvents
 from raysgd.goodput.ledger import WORDS
-from raysgd.goodput.summary import KeptEvents, summarize
+from raysgd.goodput.summary import summarize
 from raysgd.result import Event, Result
 from raysgd.runs.finding import run_name
 from raysgd.runs.output import OutputTimes

@@ -23,7 +23,7 @@ from raysgd.workers.process.attempt import EXPORTED
 from support.poll import until
 from support.ports import free_port
 from support.project import ROOT
-from support.runs import PATIENCE_S, latest_run, make_trainer, once, quiet, travels_by_value
+from support.runs import PATIENCE_S, controller_pid, latest_run, make_trainer, once, quiet, travels_by_value
 
 travels_by_value(__name__)
 
@@ -118,7 +118,7 @@ def label_of(run_dir: str | None) -> str:
     return "/".join(Path(str(run_dir)).parts[-2:])
 
 
-def test_a_live_run_says_the_same_of_its_time_everywhere_during_a_restart_and_a_pause(
+def test_a_live_run_says_the_same_of_its_time_everywhere_during_restarts_and_a_pause(
     ray_cluster: Any, tmp_path: Path
 ) -> None:
     def train_func(config: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ def test_a_live_run_says_the_same_of_its_time_everywhere_during_a_restart_and_a_
         by_exporter = exported("run_goodput_ratio").get((label_of(stream.run_dir), ""), -1.0)
         return max(abs(by_command - each) for each in (by_driver, by_exporter)) < 0.05
 
-    with make_trainer(tmp_path) as trainer:
+    with make_trainer(tmp_path, failure_config=raysgd.FailureConfig(max_failures=2)) as trainer:
         stream = trainer.run_generator(train_func, {"folder": str(tmp_path)}, callbacks=quiet())
         began = time.time()
         next(stream)
@@ -173,6 +173,11 @@ def test_a_live_run_says_the_same_of_its_time_everywhere_during_a_restart_and_a_
         assert sum(seconds_by_use().values()) == pytest.approx(2 * (time.time() - began), abs=12)
         trainer.resume()
         next(stream)
+        os.kill(controller_pid(), signal.SIGKILL)
+        assert until(lambda: exported("run_world_size").get((label_of(stream.run_dir), ""), 0) == 0, PATIENCE_S, 0.5)
+        assert until(lambda: seconds_by_use().get("paused", 0) > 12 and agree(), PATIENCE_S, 0.5), (
+            "it counts from the start"
+        )
         stream.cancel()
 
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.goodput.evidence import Evidence
+from raysgd.goodput.kept_events import KeptEvents
 from raysgd.goodput.ledger import Ledger, Slice
-from raysgd.goodput.summary import NUM_PERIODS, KeptEvents, divide, summarize
+from raysgd.goodput.summary import NUM_PERIODS, divide, summarize
 from raysgd.result import Event
 
 TIMES = st.floats(0, 1000)

@@ -28,7 +28,7 @@ addKey("o", "clip outliers, or not", press("clip"));
 addKey("m", "more or fewer charts", press("more"));
 addKey("0", "reset zoom", press("reset"));
 addKey("t", "next theme: system, light, dark", () => chooseTheme(THEMES[(THEMES.indexOf(chosenTheme) + 1) % THEMES.length]));
-const CHART_KEYS = [["+ -", "zoom in, zoom out"], ["\u2190 \u2192", "move to the left, to the right"], ["Shift \u2190 \u2192", "values to the left, to the right"], ["0 Esc", "show all"]];
+const CHART_KEYS = [["+ -", "zoom in, zoom out"], ["\u2190 \u2192", "move to the left, to the right"], ["Shift \u2190 \u2192", "values to the left, to the right"], ["0 Esc", "show all"], ["Enter", "of time: show the moment in the timeline"]];
 
 addEventListener("keydown", event => {
   const isTyping = event.target.closest?.("input:not([type=checkbox], [type=range]), select, textarea, dialog");

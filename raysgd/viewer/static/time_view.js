@@ -107,7 +107,7 @@ function stack(label, columns, used, colourOf, width, { ticks, textOf, help, ope
 
 // Shows a moment of a run, in seconds after its start, in its timeline.
 function showInTimeline(run, at) {
-  setState({ at });
+  setState({ at: Number(at.toFixed(2)) });
   addEventListener("hashchange", () => { byId("timeline-section").scrollIntoView({ block: "center" }); }, { once: true });
   openView("charts");
 }
