@@ -26,7 +26,7 @@ class Start:
         uri: The checkpoint on storage.
         held: The manifest of the checkpoint in the cluster's memory, which is preferred to the one on storage.
         live: The complete step that survivors hold, which is preferred to both.
-        copied: The complete step of which ``held`` is a copy, if it is no checkpoint.
+        copied: The complete step of which ``held`` is a copy; None for a checkpoint.
         skipped: A line for each newer checkpoint of an earlier run that is damaged.
     """
 

@@ -88,7 +88,7 @@ class AbsentTensor:
 
 @dataclass(frozen=True)
 class LocalShards:
-    """What a rank holds of a DTensor, without the mesh, which ends with its process group.
+    """The elements of a DTensor that a rank holds, without the mesh, which ends with its process group.
 
     Attributes:
         local: The local tensor.

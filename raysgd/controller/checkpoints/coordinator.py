@@ -167,7 +167,7 @@ class CheckpointCoordinator:
 
     @property
     def in_memory(self) -> Manifest | None:
-        """What is in memory and the next attempt would start from: the newest checkpoint, or a later copy of a live state."""
+        """The newest checkpoint or copy of a live state in memory, if the next attempt would start from it."""
         held, copied = self.newest_in_memory, self._copies.index.newest
         stored = self._index.start(self._uri_of).time_total_s
         is_later = copied is not None and copied.time_total_s > max(stored, 0.0 if held is None else held.time_total_s)

@@ -46,7 +46,7 @@ class LiveStart:
 
     @property
     def origin(self) -> str:
-        """Where the state comes from, for the user."""
+        """The ranks from whose memory the state comes, for the user."""
         ranks = sorted({rank for rank, _ in self.sources.values()})
         return f"the memory of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 

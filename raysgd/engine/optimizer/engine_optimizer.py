@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
+from raysgd.checkpoint.placing import place_optimizer_state
 from raysgd.engine.optimizer.parameters import refuse_optimizer
 from raysgd.errors import UsageError
 from raysgd.session import api
 from raysgd.torch.devices import device
-from raysgd.torch.restoring import place_optimizer_state
 
 if TYPE_CHECKING:
     from raysgd.engine.step import Step

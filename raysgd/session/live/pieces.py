@@ -1,7 +1,7 @@
 """Which ranks hold the same piece of a state, so that each can take the place of another. Worker side.
 
 A piece is recognised by what a rank holds after its first step: names and shapes, where its shards lie, and some values. So
-ranks count as replicas if they are, whoever has distributed the state.
+it does not matter which library has distributed the state.
 """
 
 from __future__ import annotations

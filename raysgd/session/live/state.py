@@ -15,7 +15,6 @@ the cluster's memory from time to time.
 from __future__ import annotations
 
 import copy
-import importlib
 import operator
 import time
 from collections import deque
@@ -273,7 +272,7 @@ class LiveState:
             for key, value in state.items():
                 if hasattr(value, "detach"):
                     value = complete.buffers.get(id(value), value)
-                    # A detached DTensor would count its changes anew.
+                    # Changes are not counted in a detached DTensor.
                     state[key] = value if hasattr(value, "_local_tensor") else value.detach()
             return state
         state = _state_dict(given)
@@ -335,12 +334,13 @@ def _state_dict(given: Any) -> Any:
 def _load(given: Any, state: Any, place: str) -> None:
     """Load a state into an object, whose tensors may be distributed."""
     inner = _inner(given)
-    if imported("torch") is not None:
-        restoring = importlib.import_module("raysgd.torch.restoring")  # of a layer above
+    if imported("torch") is not None and (_is_module(given) or _is_optimizer(given)):
+        from raysgd.checkpoint.placing import place_optimizer_state, place_state
+
         if _is_module(given):
-            restoring.place_state(given, state := copy.copy(state))
-        elif _is_optimizer(given):
-            state = restoring.place_optimizer_state(state, inner, place)
+            place_state(given, state := copy.copy(state))
+        elif any(hasattr(each, "_local_tensor") for group in given.param_groups for each in group["params"]):
+            state = place_optimizer_state(state, inner, place)
     inner.load_state_dict(state)
     if inner is not given:
         given._sync_param_groups(inner.param_groups, given.param_groups)
