@@ -26,6 +26,7 @@ class Attempt(Protocol):
     """The part of a `raysgd.session.worker.WorkerSession` that a live state uses."""
 
     num_reports: int
+    was_settled: bool
     send_mark: Callable[[Mark], None]
 
     def own_state(self) -> bytes: ...
@@ -211,7 +212,7 @@ class LiveState:
         if not self._is_in_step:
             self._reports_in_step, self._is_in_step = session.num_reports, True
         self._small_after_pass = session.own_state()
-        is_settled = self._is_settled and self.num_steps > 0
+        is_settled = self._is_settled and (self.num_steps > 0 or session.was_settled)
         self._mark(session, Mark(self.num_steps, self._small_after_pass, True, is_settled))
 
     def _on_change(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -19,7 +19,8 @@ from raysgd.controller.checkpoints.index import CheckpointIndex
 from raysgd.controller.checkpoints.pending import PendingCheckpoints
 from raysgd.controller.frames import Closing
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
-from raysgd.session.events import HoldFailed, LiveReport, Mark, Marked, PartFailed, PartHeld, PartSafe, Saved, StepId
+from raysgd.session.events import HoldFailed, LiveReport, Mark, Marked, PartFailed, PartHeld, PartSafe, Saved
+from raysgd.transport import Endpoint
 
 if TYPE_CHECKING:
     from raysgd.controller.policies.live import LiveStart
@@ -121,7 +122,7 @@ class CheckpointCoordinator:
         self._first_number = 1
         self._attempt = self._world_size = 0
         self._marks: dict[int, tuple[Mark, ...]] = {}  # of ranks whose processes died in the attempt
-        self._unusable_steps: set[StepId] = set()
+        self._unusable_sources: set[Endpoint | None] = set()
         self._started_from = plan.start
         self._pending = PendingCheckpoints()
 
@@ -216,7 +217,7 @@ class CheckpointCoordinator:
         from raysgd.controller.policies.live import choose_step  # most runs need no live state
 
         usable = {
-            rank: replace(report, held=None) if report.held and report.held.id in self._unusable_steps else report
+            rank: replace(report, held=None) if report.endpoint in self._unusable_sources else report
             for rank, report in reports.items()
         }
         before, size = self._started_from.live, self._world_size
@@ -274,8 +275,8 @@ class CheckpointCoordinator:
         """
         number, live = self._started_from.number, self._started_from.live
         if live is not None:
-            self._unusable_steps.add(live.held.id)
-            why = f"live state of step {live.held.id.step} skipped: {error}"
+            self._unusable_sources.add(live.endpoint)  # it may be dying; others may hold the step too
+            why = f"the memory of rank {live.holders[0]} is not used: {error}"
             self._emit(c.warning(why))
             return why
         if self._started_from.held is not None and self._memory is not None:

@@ -28,6 +28,7 @@ class LiveStart:
         small: The small state of each of these ranks; empty if another number of ranks starts.
         endpoint: Where to copy the state from.
         num_repeated: Steps that some rank had begun after it.
+        is_settled: The marks of all ranks were settled.
     """
 
     held: HeldStep
@@ -36,6 +37,7 @@ class LiveStart:
     small: Mapping[int, bytes] = field(default_factory=dict)
     endpoint: Endpoint | None = None
     num_repeated: int = 1
+    is_settled: bool = False
 
     def describe(self, lost: Sequence[int], seconds: float) -> dict[str, Any]:
         """Return the record of how training continued, with one line for the user.
@@ -53,7 +55,8 @@ class LiveStart:
 
     def order_for(self, rank: int) -> LiveOrder:
         """Return the order for a rank that starts from the step."""
-        return LiveOrder(self.held, self.small.get(rank), None if rank in self.holders else self.endpoint)
+        endpoint = None if rank in self.holders else self.endpoint
+        return LiveOrder(self.held, self.small.get(rank), endpoint, self.is_settled)
 
 
 def choose_step(
@@ -98,7 +101,9 @@ def choose_step(
                 return f"the random number generators of rank {rank} after step {step} are not known"
             small[rank] = own
     endpoint = reports[holders[0]].endpoint
-    return LiveStart(newest, holders, old_size, small, endpoint, max(1, first - step))
+    last = [given[-1].is_settled for given in marks.values() if given]
+    is_settled = all(last) if last else start is not None and start.is_settled
+    return LiveStart(newest, holders, old_size, small, endpoint, max(1, first - step), is_settled)
 
 
 def _small_at(marks: Sequence[Mark], step: int) -> bytes | None:
