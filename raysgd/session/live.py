@@ -38,7 +38,7 @@ class Attempt(Protocol):
     def check_live(self) -> None: ...
 
 
-#: Steps after which the tensors of the state are the same objects.
+#: Steps after which the parameters of the modules are the same objects.
 _SETTLED_AFTER = 3
 
 #: Optimizers of which each rank may hold a shard: torch's, and that of raysgd's engine.
@@ -73,7 +73,6 @@ class _Complete:
     held: HeldStep
     num_reports: int
     values: dict[str, Any]
-    versions: list[int]
     buffers: dict[int, Any]  # by the identity of the buffer
     groups: dict[str, list[dict[str, Any]]]  # of each optimizer, without parameters
     others: dict[str, Any]
@@ -104,12 +103,14 @@ class LiveState:
         self._objects = dict(objects)
         self._values: dict[str, Any] = {}
         self._complete: _Complete | None = None
-        self._small = self._small_after_pass = b""
+        self._small = self._small_after_pass = self._small_at_change = b""
         self._reports_in_step = 0
         self._is_in_step = False
         self._is_settled = True
         self._hooks: list[Any] = []
+        self._parameters: list[Any] = []
         self._tensors: list[Any] = []
+        self._versions: list[int] | None = None
         self.is_changing = False
         self.num_steps = 0
         self.marks: deque[Mark] = deque(maxlen=NUM_MARKS)
@@ -125,6 +126,9 @@ class LiveState:
     def step(self, **values: Any) -> None:
         """Declare that all changes of this step are made. Call it at the end of each step, on every rank.
 
+        Where gradients of several batches make a step, a call after a batch that has changed nothing does nothing: training
+        resumes from the last change, as gradients are not part of the state.
+
         Args:
             **values: Small values that belong to the state, such as ``epoch=epoch``. They are copied.
 
@@ -132,15 +136,18 @@ class LiveState:
             UsageError: The ranks have shards of the state.
             SessionError: The attempt is over.
         """
-        self._values = values
-        if self._session is not None:
+        self._values, session = values, self._session
+        if session is not None:
             if not self.num_steps:
                 self._check_is_whole()
-            self._record(self._session, copy.deepcopy(values))
+            if not (self._note_tensors() or self.is_changing) and self._tensors:
+                session.check_live()
+                return
+            self._record(session, copy.deepcopy(values))
         self.num_steps += 1
         self.is_changing = self._is_in_step = False
-        if self._session is not None:
-            self._session.on_complete_step()
+        if session is not None:
+            session.on_complete_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as `raysgd.load_checkpoint` returns it: ``raysgd.save_checkpoint(live)`` saves it."""
@@ -159,9 +166,7 @@ class LiveState:
         complete, self._complete = self._complete, None
         if complete is None or self._session is None or self.is_changing:
             return None
-        now = self._list_tensors()
-        is_same = len(now) == len(self._tensors) and all(map(operator.is_, now, self._tensors))
-        if not is_same or _versions(now) != complete.versions:
+        if self._note_tensors(lists_parameters=True):
             return None
         held = complete.held
         reports = self._reports_in_step if self._is_in_step else self._session.num_reports
@@ -176,6 +181,7 @@ class LiveState:
             hook.remove()
         self._hooks.clear()
         self._objects.clear()
+        self._parameters.clear()
         self._tensors.clear()
         self._complete = None
 
@@ -185,15 +191,13 @@ class LiveState:
         """Record what belongs to the step that is complete now, except for the tensors that are not copied."""
         step = self.num_steps + 1
         small = session.own_state()
-        if step <= _SETTLED_AFTER:  # an optimizer makes its state in its first steps
-            self._tensors = self._list_tensors()
-        self._is_settled = self._is_settled and self._is_in_step and small == self._small_after_pass
+        is_last_pass = small == self._small_after_pass and (not self.is_changing or small == self._small_at_change)
+        self._is_settled = self._is_settled and self._is_in_step and is_last_pass
         optimizers = {name: given for name, given in self._objects.items() if _is_optimizer(given)}
         self._complete = _Complete(
             session.held_step(step),
             session.num_reports,
             values,
-            _versions(self._tensors),
             {id(buffer): buffer.detach().clone() for buffer in self._buffers()},
             {name: [_settings(group) for group in given.param_groups] for name, given in optimizers.items()},
             {
@@ -207,8 +211,10 @@ class LiveState:
     def _on_pass(self, module: Any, args: Any, output: Any) -> None:
         """A forward pass is over. One for a gradient begins the next step."""
         session, torch = self._session, imported("torch")
-        if session is None or torch is None or not torch.is_grad_enabled() or self.is_changing:
+        if session is None or torch is None or not torch.is_grad_enabled():
             return
+        if self._versions is None:
+            self._note_tensors()
         if not self._is_in_step:
             self._reports_in_step, self._is_in_step = session.num_reports, True
         self._small_after_pass = session.own_state()
@@ -222,6 +228,7 @@ class LiveState:
             torch.cuda.current_stream().synchronize()  # so that the gradients are those of all ranks, or the attempt is over
         if session is not None:
             session.check_live()
+        self._small_at_change = self._small_after_pass  # the gradients are those of all ranks: all have made their passes
         self.is_changing = True
 
     def _mark(self, session: Attempt, mark: Mark) -> None:
@@ -230,16 +237,20 @@ class LiveState:
         self.marks.append(mark)
         session.send_mark(replace(mark, small=None) if is_same else mark)
 
-    def _list_tensors(self) -> list[Any]:
-        """Return the tensors that are not copied."""
-        found: list[Any] = []
-        for given in self._objects.values():
-            if _is_optimizer(given):
-                values = [value for state in given.state.values() for value in state.values()]
-                found += [value for value in values if hasattr(value, "_version")]
-            elif _is_module(given):
-                found += given.parameters()
-        return found
+    def _note_tensors(self, *, lists_parameters: bool = False) -> bool:
+        """Note the tensors that are not copied, and how often they were changed; return whether that is new.
+
+        Optimizers may make the tensors of their states in any step.
+        """
+        given = list(self._objects.values())
+        if lists_parameters or self.num_steps < _SETTLED_AFTER:
+            self._parameters = [each for module in given if _is_module(module) for each in module.parameters()]
+        states = [state for optimizer in given if _is_optimizer(optimizer) for state in optimizer.state.values()]
+        now = [*self._parameters, *(each for state in states for each in state.values() if hasattr(each, "_version"))]
+        versions, before = _versions(now), self._tensors
+        is_same = versions == self._versions and all(map(operator.is_, now, before))
+        self._tensors, self._versions = now, versions
+        return not is_same
 
     def _buffers(self) -> Iterator[Any]:
         for given in self._objects.values():
@@ -296,4 +307,6 @@ def _is_optimizer(given: Any) -> bool:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: copy.copy(value) for name, value in group.items() if name != "params"}
+    """Return a copy of what a group of parameters has in addition to them. A rate may be a tensor."""
+    given = {name: value for name, value in group.items() if name != "params"}
+    return {name: value.clone() if hasattr(value, "clone") else copy.copy(value) for name, value in given.items()}
