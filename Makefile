@@ -33,7 +33,7 @@ HOROVOD := $(VENV)/horovod.stamp
 DOC := $(VENV)/doc.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-rest test-all nightly slow schedules loops alone soak cuts matrix mutations lint format gpu bench bench-check bench-quick doc wheel horovod browser pin clean
+.PHONY: help train quick test test-rest test-all nightly slow schedules loops alone soak kills cuts matrix mutations lint format gpu bench bench-check bench-quick doc wheel horovod browser pin clean
 # One target at a time: they share the environment, and tests and benchmarks need the machine to themselves.
 .NOTPARALLEL:
 
@@ -89,6 +89,10 @@ loops: $(TEST)  ## Two thousand loops of users with the engine, against the plai
 
 soak: $(HOROVOD)  ## Kill and stop the processes of real runs at random times, and check what they leave (SOAK_S=1200 seconds)
 	@RAYSGD_FUZZ_S=$$(($(SOAK_S) / 5)) $(BIN)/python -m pytest -n0 -s -o timeout=0 tests/fault/test_process_fuzz.py $(ARGS)
+
+# With other plans each night.
+kills: $(TEST)  ## Kill ranks of trainings with a live state 200 times, and compare the final weights (30 minutes)
+	@RAYSGD_KILLS=200 RAYSGD_KILLS_SEED=$(BEGAN) $(BIN)/python -m pytest -n0 -s tests/fault/test_live_kills.py $(ARGS)
 
 # With other schedules each night; skipped where machines cannot be made.
 cuts: $(TEST)  ## Five random schedules of pulled cables and lost machines, as root

@@ -221,6 +221,7 @@ def run_nightly(run: Run) -> None:
         "wheel",
         "bench-check",
         "soak",
+        "kills",
         "cuts",
         "matrix",
         "mutations",

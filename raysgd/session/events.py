@@ -180,7 +180,8 @@ class Mark:
         step: Complete steps of the attempt.
         small: The small state that belongs to this rank alone, as JSON; None: as in the mark before.
         is_in_step: The forward pass of the next step is over; ``small`` is the state after it.
-        is_settled: In no step so far, and there was one, has the small state changed after the forward pass.
+        is_settled: In no step so far, and there was one in this attempt or before, has the small state changed after the forward
+            pass.
     """
 
     step: int

@@ -85,6 +85,7 @@ class WorkerSession(Session):
         save_gate: Where it waits for the save that all ranks leave after.
         expects_save: train_func has asked for a checkpoint to continue from, so it probably saves some.
         live: What ``live_state`` has returned, if it was called.
+        was_settled: The marks of the attempts before were settled, see `raysgd.session.events.Mark`.
     """
 
     in_worker = True
@@ -110,11 +111,13 @@ class WorkerSession(Session):
         gather: Callable[[bytes], list[bytes] | None] = lambda payload: None,
         send_mark: Callable[[Mark], None] = lambda mark: None,
         release_start: Callable[[], None] = lambda: None,
+        was_settled: bool = False,
     ) -> None:
         self.iterations_before = iterations_before
         self.live: LiveState | None = None
         self.send_mark = send_mark
         self._release_start = release_start
+        self.was_settled = was_settled
         self._generator_text = GeneratorText()
         self.expects_save = False
         super().__init__(

@@ -84,11 +84,13 @@ class LiveOrder:
         held: The step.
         small: The small state of this rank after it, as JSON; None: another number of ranks made the step.
         endpoint: Where to copy the state from; None: it is in this worker's memory.
+        is_settled: See `raysgd.session.events.Mark`, of the attempts before.
     """
 
     held: HeldStep
     small: bytes | None
     endpoint: Endpoint | None
+    is_settled: bool = False
 
 
 @dataclass(frozen=True)

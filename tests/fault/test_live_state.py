@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 import raysgd
+from raysgd.session import context
+from support.row_log import rows_that_count
 from support.runs import events_of, make_trainer, once, quiet, travels_by_value
 
 pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
@@ -50,7 +53,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     optimizer.register_step_pre_hook(lambda *args: die("before the optimizer's step"))
     optimizer.register_step_post_hook(lambda *args: die("after the optimizer's step"))
     batches = raysgd.get_dataset().get_split().to_torch(batch_size=BATCH, shuffle="full")
-    log = Path(config["folder"], f"rows-{step}-{raysgd.world_rank()}")
+    log = Path(config["folder"], f"{context.installed().attempt}-{step}-{raysgd.world_rank()}")
     for epoch in range(batches.epoch, NUM_EPOCHS):
         for batch in batches:
             with log.open("a") as file:
@@ -75,17 +78,11 @@ def data() -> dict[str, Any]:
     return {"x": np.random.default_rng(0).normal(size=(NUM_ROWS, 4)), "row": np.arange(NUM_ROWS)}
 
 
-def rows_of(folder: Path) -> list[tuple[int, int]]:
-    """Return the rows that made the final weights: those of steps that no later attempt repeated."""
-    logs = {tuple(map(int, path.name.split("-")[1:])): path.read_text() for path in folder.glob("rows-*")}
-    starts = sorted({start for start, _ in logs})
-    rows = []
-    for (start, _), text in logs.items():
-        repeated_from = min((later for later in starts if later > start), default=10**9)
-        for step, epoch, row in (map(int, line.split()) for line in text.splitlines()):
-            if step <= repeated_from:
-                rows.append((epoch, row))
-    return sorted(rows)
+def check_rows(folder: Path) -> None:
+    """Check that each row of each epoch counts once."""
+    assert rows_that_count(folder) == Counter(
+        {(epoch, row): 1 for epoch in range(NUM_EPOCHS) for row in range(NUM_ROWS)}
+    )
 
 
 TRAINER = {
@@ -132,7 +129,7 @@ def test_run_continues_from_the_memory_of_survivors(
     assert value["step"] == calm["step"]
     for name, tensor in calm["tensors"].items():
         assert np.array_equal(tensor, value["tensors"][name]), f"{name} differs"
-    assert rows_of(tmp_path) == [(epoch, row) for epoch in range(NUM_EPOCHS) for row in range(NUM_ROWS)]
+    check_rows(tmp_path)
 
 
 def test_smaller_group_continues_from_the_memory_of_survivors(ray_cluster: Any, tmp_path: Path) -> None:
@@ -145,7 +142,7 @@ def test_smaller_group_continues_from_the_memory_of_survivors(ray_cluster: Any, 
         trainer.run(train, config, dataset=data(), callbacks=quiet())
         attempts = [(each["world_size"], each["live"]) for each in events_of(trainer, "attempt_start")]
     assert attempts[:2] == [(3, None), (2, [1, DIES_AT - 1])]
-    assert rows_of(folder) == [(epoch, row) for epoch in range(NUM_EPOCHS) for row in range(NUM_ROWS)]
+    check_rows(folder)
 
 
 def test_run_continues_from_a_checkpoint_if_no_rank_is_left(trainer: raysgd.Trainer, tmp_path: Path) -> None:
@@ -156,4 +153,4 @@ def test_run_continues_from_a_checkpoint_if_no_rank_is_left(trainer: raysgd.Trai
     warnings = [each["message"] for each in events_of(trainer, "warning")]
     assert any("no rank is left that held the state of a complete step" in message for message in warnings), warnings
     assert value["step"] == NUM_EPOCHS * NUM_ROWS // NUM_WORKERS // BATCH
-    assert rows_of(tmp_path) == [(epoch, row) for epoch in range(NUM_EPOCHS) for row in range(NUM_ROWS)]
+    check_rows(tmp_path)

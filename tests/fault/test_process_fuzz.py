@@ -29,6 +29,7 @@ from raysgd.controller.journal.journal import stored_frames
 from raysgd.session import context
 from raysgd.testing import check_history
 from support.poll import until
+from support.row_log import attempt_starts, rows_that_count
 from support.runs import PATIENCE_S, HostLog, actor_pids, events_of, quiet, travels_by_value
 
 FUZZ_S = float(os.environ.get("RAYSGD_FUZZ_S", 15))
@@ -81,11 +82,6 @@ def train_epochs(config: dict[str, Any]) -> int:
     return step
 
 
-def attempt_starts(folder: Path) -> dict[int, int]:
-    """Return the steps before each attempt."""
-    return {attempt: first for attempt, first, _ in (map(int, path.name.split("-")) for path in folder.glob("*-*-*"))}
-
-
 def check_reports(run_dir: str, starts: dict[int, int]) -> None:
     """Check that `load_run` has each report once that is on storage, without those that a later attempt made again."""
     metrics = raysgd.load_run(run_dir).metrics
@@ -98,20 +94,6 @@ def check_reports(run_dir: str, starts: dict[int, int]) -> None:
             until = min((first for attempt, first in starts.items() if attempt > frame.attempt), default=float("inf"))
             needed |= {step for row in json.loads(frame.rows) if (step := row[2]["step"]) <= until}
     assert not (lost := needed - set(steps)), f"the reports of steps {sorted(lost)} are lost\n{frames_around(run_dir)}"
-
-
-def rows_that_count(folder: Path) -> Counter[tuple[int, int]]:
-    """Return how often each epoch's rows were trained on, without what was lost because a later attempt began before it."""
-    files = sorted((*map(int, path.name.split("-")), path) for path in folder.glob("*-*-*"))
-    starts = attempt_starts(folder)
-    seen: Counter[tuple[int, int]] = Counter()
-    for attempt, _, _, path in files:
-        until = min((first for other, first in starts.items() if other > attempt), default=float("inf"))
-        for line in path.read_text().splitlines():
-            step, epoch, row = map(int, line.split())
-            if step <= until:
-                seen[epoch, row] += 1
-    return seen
 
 
 def faults(choice: random.Random) -> Iterator[str]:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from raysgd.controller.commands import GroupReady
 from raysgd.controller.policies.live import LiveStart, choose_step
-from raysgd.session.events import NUM_MARKS, HeldStep, LiveReport, Mark, StepId
+from raysgd.session.events import NUM_MARKS, Ended, HeldStep, LiveReport, Mark, Marked, StartUnusable, StepId
 from raysgd.transport import Endpoint
+from support.simulation import SimulatedRun
 
 NUM_SCHEDULES = 2 * int(os.environ.get("RAYSGD_SCHEDULES", 1000))
 NUM_STEPS = 9
@@ -54,11 +56,12 @@ class Process:
     pieces: tuple[int, ...] = ()
     marks: list[Mark] = field(default_factory=list)
     unsettled: bool = False
+    was_settled: bool = False
     kept: tuple[HeldStep, State] | None = None
     is_alive: bool = True
 
     def mark(self, *, is_in_step: bool) -> None:
-        settled = self.complete > 0 and not self.unsettled
+        settled = (self.complete > 0 or self.was_settled) and not self.unsettled
         self.marks.append(Mark(self.complete, str(self.drawn).encode(), is_in_step, settled))
 
     def num_entered(self, exchange: str) -> int:
@@ -189,6 +192,7 @@ class Run:
                 assert (held.id, held.piece) == (order.held.id, order.held.piece), "the source holds something else"
                 each.kept = source.kept if source is by_rank[each.rank] else None
                 each.state, each.drawn, each.position = state, int(order.small or b""), order.held.positions["data"]
+                each.was_settled = chosen.is_settled
             else:
                 step = max(self.saved)
                 each.state = State(tuple(range(1, step + 1)), each.state.piece)
@@ -275,3 +279,30 @@ def test_state_of_an_older_attempt_is_taken_only_if_the_last_attempt_started_fro
     start = LiveStart(HeldStep(StepId(2, 7)), (0,), 1, {0: SMALL})
     chosen = choose_step(3, {0: LiveReport(0, 3, (), held)}, {}, start, old_size=1, new_size=1)
     assert isinstance(chosen, LiveStart) == is_taken
+
+
+def test_another_survivor_is_the_source_when_the_first_one_dies_while_it_sends() -> None:
+    """The rank that copies the state sees the broken connection before the death of the source is noticed."""
+    reports = {rank: report(rank, 4, endpoint=Endpoint("host", rank, b"")) for rank in range(2)}
+    run = SimulatedRun(3)
+    run.ready()
+    run.deliver(2, Marked((Mark(4, SMALL),)))
+    for dead in (2, 0):
+        run.end_stream(dead, "killed")
+        for rank in {0, 1, 2} - {dead}:
+            run.leave(rank, Ended())
+        run.advance(1)
+        run.feed(GroupReady(("node",) * 3, live=reports))
+        start = run.entries[-1].start.live
+        assert start is not None and start.source_of(2)[1] == reports[start.holders[0]].endpoint
+        run.deliver(2, StartUnusable("the connection broke"))
+        reports = {rank: replace(each, attempt=2, marks=()) for rank, each in reports.items()}
+    assert start.holders == (1,)
+
+
+def test_death_in_the_first_step_of_an_attempt_needs_no_checkpoint_either() -> None:
+    """The attempts before have shown that the generators of a rank do not change after its forward pass."""
+    start = LiveStart(HeldStep(StepId(1, 7)), (0,), 2, {0: b"0", 1: b"1"}, is_settled=True)
+    mark = Mark(0, b"2", is_in_step=True, is_settled=True)
+    chosen = choose_step(2, {0: report(0, 1, attempt=2)}, {1: (mark,)}, start, old_size=2, new_size=2)
+    assert isinstance(chosen, LiveStart) and chosen.small[1] == b"2"

@@ -199,3 +199,92 @@ def test_live_state_outside_a_worker_is_saved_and_loaded() -> None:
     again = raysgd.live_state(model=other)
     again.load_state_dict(state)
     assert torch.equal(other.weight, model.weight) and again.state_dict()["epoch"] == 4
+
+
+class Replacing(torch.optim.SGD):
+    """An optimizer that makes the tensors of its state anew in each step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["mean"] = self.state[parameter].get("mean", 0) + parameter.grad
+        super().step()
+
+
+def test_state_is_taken_whatever_an_optimizer_makes_anew() -> None:
+    training = Training()
+    training.optimizer = Replacing(training.model.parameters(), lr=0.1)  # type: ignore[assignment]
+    training.live._objects["optimizer"] = training.optimizer
+    training.step(5)
+    expected = copy.deepcopy(training.live.state_dict())
+    training.forward().backward()
+    kept = training.live.take()
+    assert kept is not None and equal(kept.state, expected)
+
+
+def test_state_is_taken_after_parameters_were_added() -> None:
+    training = Training()
+    training.step(5)
+    training.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    training.optimizer.param_groups[1]["params"][0].grad = torch.ones(3)
+    training.step()
+    kept = training.live.take()
+    assert kept is not None and kept.held.id.step == 6
+
+
+def test_batch_that_changes_nothing_is_no_step_of_its_own() -> None:
+    """Its gradients are not in the state: training resumes before it."""
+    training = Training()
+    training.step(2)
+    training.forward().backward()
+    training.live.step(step=9)
+    assert training.live.num_steps == 2
+    kept = training.live.take()
+    assert kept is not None and (kept.held.id.step, kept.state["step"]) == (2, 2)
+
+
+def test_first_batch_that_changes_nothing_is_no_step_either() -> None:
+    training = Training()
+    training.forward().backward()
+    training.live.step(step=1)
+    assert training.live.num_steps == 0 and training.live.take() is None
+
+
+def test_state_without_tensors_is_recorded_in_each_step() -> None:
+    training = Training()
+    training.live._objects = {"scheduler": training.scheduler}
+    training.live.step(step=1)
+    training.live.step(step=2)
+    kept = training.live.take()
+    assert kept is not None and kept.state["step"] == 2
+
+
+def test_rate_in_a_tensor_is_that_of_the_step() -> None:
+    training = Training()
+    training.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    training.step()
+    rate = training.optimizer.param_groups[0]["lr"].clone()
+    training.optimizer.param_groups[0]["lr"].mul_(0.5)  # a schedule at the begin of the next step
+    kept = training.live.take()
+    assert kept is not None and torch.equal(kept.state["optimizer"]["param_groups"][0]["lr"], rate)
+
+
+def test_passes_between_two_changes_of_a_step_are_marked() -> None:
+    """Two models take turns in a step; what is drawn for the second one is drawn before its exchange."""
+    training = Training()
+    other = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    for _ in range(2):
+        training.forward().backward()
+        other.step()
+        training.step()
+    assert all(mark.is_settled for mark in training.sent if mark.step)
+
+
+def test_pass_after_the_last_change_does_not_hide_what_it_draws() -> None:
+    training = Training()
+    training.step()
+    training.forward().backward()
+    training.optimizer.step()
+    training.forward()  # an evaluation that draws
+    training.live.step()
+    assert not training.sent[-1].is_settled

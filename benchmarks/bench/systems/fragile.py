@@ -89,7 +89,7 @@ class FragileRaysgd(FragileSystem):
             framework_of(self.name),
             run_config=raysgd.RunConfig(storage_path=self.folder / "runs"),
             failure_config=raysgd.FailureConfig(max_failures=-1, **failure),
-            checkpoint_config=raysgd.CheckpointConfig(num_to_keep=2),
+            checkpoint_config=raysgd.CheckpointConfig(num_to_keep=2, **given.get("checkpoint", {})),
         )
 
     def run(self, train_func: TrainFunc, config: Mapping[str, Any], **_: Any) -> None:

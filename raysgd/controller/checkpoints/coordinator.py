@@ -32,6 +32,7 @@ from raysgd.session.events import (
     describe_checkpoint,
     is_copy,
 )
+from raysgd.transport import Endpoint
 
 if TYPE_CHECKING:
     from raysgd.controller.policies.live import LiveStart
@@ -134,7 +135,7 @@ class CheckpointCoordinator:
         self._first_number = 1
         self._attempt = self._world_size = 0
         self._marks: dict[int, tuple[Mark, ...]] = {}  # of ranks whose processes died in the attempt
-        self._unusable_steps: set[StepId] = set()
+        self._unusable_sources: set[Endpoint | None] = set()
         self._started_from = plan.start
         self._pending = PendingCheckpoints()
 
@@ -243,7 +244,7 @@ class CheckpointCoordinator:
         from raysgd.controller.policies.live import choose_step  # most runs need no live state
 
         usable = {
-            rank: replace(report, held=None) if report.held and report.held.id in self._unusable_steps else report
+            rank: replace(report, held=None) if report.endpoint in self._unusable_sources else report
             for rank, report in reports.items()
         }
         before, size = self._started_from.live, self._world_size
@@ -296,16 +297,17 @@ class CheckpointCoordinator:
             self.store_held()  # it was being written to storage when the last attempt ended
         return start, self._first_number
 
-    def skip_start(self, error: str) -> str | None:
-        """Make the next attempt start from the checkpoint before the one that this attempt could not load.
+    def skip_start(self, rank: int, error: str) -> str | None:
+        """Make the next attempt start from the checkpoint before the one that ``rank`` could not load.
 
         Returns:
             Why the attempt must be ended; None if there is no earlier checkpoint, so that the error is raised.
         """
         number, live = self._started_from.number, self._started_from.live
         if live is not None:
-            self._unusable_steps.add(live.held.id)
-            why = f"live state of step {live.held.id.step} skipped: {error}"
+            source, endpoint = live.source_of(rank)
+            self._unusable_sources.add(endpoint)  # it may be dying; others may hold the step too
+            why = f"the memory of rank {source} is not used: {error}"
             self._emit(c.warning(why))
             return why
         held = self._started_from.held

@@ -31,6 +31,7 @@ class LiveStart:
         small: The small state of each of these ranks; empty if another number of ranks starts.
         sources: By piece, the rank of the new attempt from which others copy it, and where.
         num_repeated: Steps that some rank had begun after it.
+        is_settled: The marks of all ranks were settled.
     """
 
     held: HeldStep
@@ -39,6 +40,7 @@ class LiveStart:
     small: Mapping[int, bytes] = field(default_factory=dict)
     sources: Mapping[int, tuple[int, Endpoint | None]] = field(default_factory=dict)
     num_repeated: int = 1
+    is_settled: bool = False
 
     @property
     def id(self) -> StepId:
@@ -52,9 +54,16 @@ class LiveStart:
 
     def order_for(self, rank: int) -> LiveOrder:
         """Return the order for a rank that starts from the step."""
-        piece = self.held.pieces[rank] if self.held.pieces else 0
-        endpoint = None if rank in self.holders else self.sources[piece][1]
-        return LiveOrder(replace(self.held, piece=piece), self.small.get(rank), endpoint)
+        endpoint = None if rank in self.holders else self.source_of(rank)[1]
+        held = replace(self.held, piece=self._piece_of(rank))
+        return LiveOrder(held, self.small.get(rank), endpoint, self.is_settled)
+
+    def source_of(self, rank: int) -> tuple[int, Endpoint | None]:
+        """Return the rank of the new attempt from which a rank copies its piece, and where."""
+        return self.sources[self._piece_of(rank)]
+
+    def _piece_of(self, rank: int) -> int:
+        return self.held.pieces[rank] if self.held.pieces else 0
 
 
 @dataclass(frozen=True)
@@ -156,7 +165,10 @@ def _choose(
             if own is None:
                 return f"the random number generators of rank {rank} after step {step} are not known"
             small[rank] = own
-    return LiveStart(newest, tuple(sorted(holders)), old_size, small, {}, max(1, first - step))
+    last = [given[-1].is_settled for given in marks.values() if given]
+    is_settled = all(last) if last else start is not None and start.is_settled
+    holding = tuple(sorted(holders))
+    return LiveStart(newest, holding, old_size, small, {}, max(1, first - step), is_settled)
 
 
 def _small_at(marks: Sequence[Mark], step: int) -> bytes | None:

@@ -10,6 +10,8 @@ never taken, nor one whose tensors count other changes.
 A rank may hold a piece of the state. Where other ranks hold the same piece, no rank begins the changes of a step before all ranks
 have their gradients: otherwise one piece could be a step ahead of another. Where no other rank holds it, the state is copied to
 the cluster's memory from time to time.
+
+Loops of raysgd have one by themselves: `raysgd.train.loop.train` calls `LiveState.complete`.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import copy
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 from raysgd._util.imports import imported
 from raysgd.errors import UsageError
@@ -34,6 +37,7 @@ class Attempt(Protocol):
     """The part of a `raysgd.session.worker.WorkerSession` that a live state uses."""
 
     num_reports: int
+    was_settled: bool
     send_mark: Callable[[Mark], None]
 
     @property
@@ -46,7 +50,7 @@ class Attempt(Protocol):
 
     def held_step(self, step: int) -> HeldStep: ...
 
-    def on_complete_step(self) -> None: ...
+    def on_complete_step(self, *, needs_start: bool) -> None: ...
 
     def gather(self, obj: Any) -> list[Any]: ...
 
@@ -55,8 +59,34 @@ class Attempt(Protocol):
     def check_live(self) -> None: ...
 
 
-#: Steps after which the tensors of the state are the same objects.
+@runtime_checkable
+class Snapshots(Protocol):
+    """An object of a live state that records its own state, in place of copies of its ``state_dict()``."""
+
+    def snapshot(self) -> Callable[[], Any]:
+        """Return a function that returns the state as it is now, also if it is called after further steps.
+
+        The function raises `NotComputedError` if the state never came about.
+        """
+
+
+@runtime_checkable
+class LiveParts(Protocol):
+    """An object of several parts, such as `raysgd.Engine`, which loads and saves them itself."""
+
+    def live_parts(self) -> Mapping[str, Any]:
+        """Return the objects to hold, by name, or raise why their state cannot be held."""
+
+
+class NotComputedError(Exception):
+    """The device has not computed the state of a step, because ranks have left within it."""
+
+
+#: Steps after which the parameters and the modules with buffers are the same objects.
 _SETTLED_AFTER = 3
+
+#: Types of values that do not change.
+_PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 @dataclass(frozen=True)
@@ -65,8 +95,7 @@ class _Complete:
 
     held: HeldStep
     num_reports: int
-    values: dict[str, Any]
-    versions: list[int]
+    values: Callable[[], Mapping[str, Any]]
     buffers: dict[int, Any]  # by the identity of the buffer
     groups: dict[str, list[dict[str, Any]]]  # of each optimizer, without parameters
     others: dict[str, Any]
@@ -78,7 +107,9 @@ class LiveState:
 
     Args:
         session: The attempt; None outside a worker, where nothing continues.
-        objects: What has a ``state_dict()``, by name.
+        objects: What has a ``state_dict()``, or is one of `Snapshots`, by name.
+        has_own_state: Whether a rank has generators and positions that others do not have. If not, theirs are not part of the
+            state.
 
     Attributes:
         is_changing: An optimizer has begun to change the state, which `step` ends.
@@ -86,23 +117,38 @@ class LiveState:
         marks: The newest marks of this rank, oldest first.
     """
 
-    def __init__(self, session: Attempt | None, objects: Mapping[str, Any]) -> None:
+    def __init__(self, session: Attempt | None, objects: Mapping[str, Any], *, has_own_state: bool = True) -> None:
+        self._has_parts = any(isinstance(given, LiveParts) for given in objects.values())
+        for name, given in list(objects.items()):
+            if isinstance(given, LiveParts):
+                objects = {**{key: each for key, each in objects.items() if key != name}, **given.live_parts()}
         for name, given in objects.items():
-            if not hasattr(given, "state_dict"):
+            if not hasattr(given, "state_dict") and not isinstance(given, Snapshots):
                 raise UsageError(
                     f"live_state({name}=...) got a {type(given).__name__}, which has no state_dict(): give values that change in "
                     f"each step to its step({name}=...)."
                 )
         self._session = session
         self._objects = dict(objects)
+        # Decided once, as these are asked for in each step.
+        self._optimizers = {name: given for name, given in objects.items() if _is_optimizer(given)}
+        self._snapshots = {name: given for name, given in objects.items() if isinstance(given, Snapshots)}
+        copied = [each for each in objects if each not in {*self._optimizers, *self._snapshots}]
+        self._copied = {name: objects[name] for name in copied if not _is_module(objects[name])}
+        self._has_own_state = has_own_state
         self._values: dict[str, Any] = {}
-        self._complete: _Complete | None = None
-        self._small = self._small_after_pass = b""
+        #: The newest step, and the one before it if no object is changed in place.
+        self._complete: deque[_Complete] = deque(maxlen=1 + (len(self._snapshots) == len(objects)))
+        self._small = self._small_after_pass = self._small_at_change = b""
         self._reports_in_step = 0
+        self._counts_reports = False
         self._is_in_step = False
         self._is_settled = True
         self._hooks: list[Any] = []
+        self._parameters: list[Any] = []
+        self._buffered: list[Any] = []  # modules
         self._tensors: list[Any] = []
+        self._versions: list[int] | None = None
         self._pieces: tuple[int, ...] = ()
         self._interval: CopyInterval | None = None
         self._flag: Any = None  # what ranks exchange before they change their pieces
@@ -121,6 +167,9 @@ class LiveState:
     def step(self, **values: Any) -> None:
         """Declare that all changes of this step are made. Call it at the end of each step, on every rank.
 
+        Where gradients of several batches make a step, a call after a batch that has changed nothing does nothing: training
+        resumes from the last change, as gradients are not part of the state.
+
         Args:
             **values: Small values that belong to the state, such as ``epoch=epoch``. They are copied.
 
@@ -128,22 +177,35 @@ class LiveState:
             UsageError: No other rank holds this rank's piece of the state, and nothing is kept in memory.
             SessionError: The attempt is over.
         """
-        self._values = values
+        self._values, session = values, self._session
+        if session is not None and not (self._note_tensors() or self.is_changing) and self._tensors:
+            session.check_live()
+            return
+        copied = _copied(values) if session is not None else values
+        self._counts_reports = True
+        self._on_complete(lambda: copied, is_same_step=False)
+
+    def complete(self, values: Callable[[], Mapping[str, Any]], *, is_same_step: bool = False) -> None:
+        """Declare that all changes of this step are made, for loops of raysgd.
+
+        What is reported afterwards is reported again when training continues from this step.
+
+        Args:
+            values: Returns the values of this step that belong to the state, also if it is called after further steps.
+            is_same_step: The newest step is recorded again, with what was done after it.
+        """
+        if is_same_step and not self.num_steps:  # nothing was changed in this attempt
+            return
         if self._session is not None:
-            if not self.num_steps:
-                self._find_pieces(self._session)
-            self._record(self._session, copy.deepcopy(values))
-        self.num_steps += 1
-        self.is_changing = self._is_in_step = False
-        if self._session is not None:
-            self._session.on_complete_step()
-            self._copy_to_memory(self._session)
+            self._note_tensors()
+        self._on_complete(values, is_same_step=is_same_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as `raysgd.load_checkpoint` returns it: ``raysgd.save_checkpoint(live)`` saves it.
 
         Where ranks hold pieces, give ``all_ranks=True``.
         """
+        self._check_objects("engine.save_checkpoint(...) saves")
         return {name: _state_dict(given) for name, given in self._objects.items()} | self._values
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,6 +214,7 @@ class LiveState:
         Raises:
             CheckpointError: The objects are distributed in another way than those of which this rank holds a piece.
         """
+        self._check_objects("engine.load_checkpoint() loads")
         for name, given in self._objects.items():
             _load(given, state[name], f"state[{name!r}]")
         self._values = {name: value for name, value in state.items() if name not in self._objects}
@@ -160,64 +223,87 @@ class LiveState:
 
     def take(self) -> KeptState | None:
         """Return the state of the newest complete step; None if there is none, or if it was changed since."""
-        complete, self._complete = self._complete, None
-        if complete is None or self._session is None or self.is_changing:
+        if not self._complete or self._session is None or self.is_changing:
             return None
-        # First, because FSDP puts the shards back in place of gathered parameters when it is asked for its state.
-        state = {name: self._state_of(name, given, complete) for name, given in self._objects.items()}
-        now = self._list_tensors()
-        is_same = len(now) == len(self._tensors) and all(map(operator.is_, now, self._tensors))
-        if not is_same or versions(now) != complete.versions:
+        if self._note_tensors(lists_parameters=True):
             return None
-        held = complete.held
-        reports = self._reports_in_step if self._is_in_step else self._session.num_reports
         # What is reported after a step and before the next forward pass is about that step.
-        held = replace(held, iteration=held.iteration + reports - complete.num_reports)
-        return KeptState(held, state | complete.values)
+        num_reports = self._reports_in_step if self._is_in_step else self._session.num_reports
+        while self._complete:
+            complete = self._complete.pop()
+            with suppress(NotComputedError):
+                state = {name: self._state_of(name, given, complete) for name, given in self._objects.items()}
+                more = num_reports - complete.num_reports if self._counts_reports else 0
+                held = replace(complete.held, iteration=complete.held.iteration + more)
+                return KeptState(held, {**state, **complete.values()})
+        return None
 
     def close(self) -> None:
         """Release the user's objects."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
-        self._objects.clear()
-        self._tensors.clear()
-        self._complete = None
+        for holding in (self._hooks, self._objects, self._parameters, self._buffered, self._tensors, self._complete):
+            holding.clear()
+        for named in (self._optimizers, self._snapshots, self._copied):
+            named.clear()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _record(self, session: Attempt, values: dict[str, Any]) -> None:
+    def _check_objects(self, what_does: str) -> None:
+        if self._has_parts:
+            raise UsageError(f"live_state(engine=...): {what_does} the state of an engine; call that instead.")
+
+    def _on_complete(self, values: Callable[[], Mapping[str, Any]], *, is_same_step: bool) -> None:
+        if self._session is not None:
+            if not self.num_steps:
+                self._find_pieces(self._session)
+            self._record(self._session, values, is_same_step=is_same_step)
+        self.num_steps += not is_same_step
+        self.is_changing = self._is_in_step = False
+        if self._session is not None:
+            # A step that the device computes later is computed, and all ranks are in it, when the next one is complete.
+            self._session.on_complete_step(needs_start=self.num_steps < (self._complete.maxlen or 1))
+            self._copy_to_memory(self._session)
+
+    def _record(self, session: Attempt, values: Callable[[], Mapping[str, Any]], *, is_same_step: bool) -> None:
         """Record what belongs to the step that is complete now, except for the tensors that are not copied."""
-        step = self.num_steps + 1
-        small = session.own_state()
-        if step <= _SETTLED_AFTER:  # an optimizer makes its state in its first steps
-            self._tensors = self._list_tensors()
-        self._is_settled = self._is_settled and self._is_in_step and small == self._small_after_pass
-        optimizers = {name: given for name, given in self._objects.items() if _is_optimizer(given)}
-        self._complete = _Complete(
-            replace(session.held_step(step), piece=self._own_piece, pieces=self._pieces),
+        step = self.num_steps + (not is_same_step)
+        place = self._complete.pop().held.place + 1 if is_same_step and self._complete else 0
+        small = self._own_state(session)
+        is_last_pass = small == self._small_after_pass and (not self.is_changing or small == self._small_at_change)
+        self._is_settled = self._is_settled and (is_same_step or self._is_in_step) and is_last_pass
+        others = {name: _copied(given.state_dict()) for name, given in self._copied.items()}
+        complete = _Complete(
+            replace(session.held_step(step), place=place, piece=self._own_piece, pieces=self._pieces),
             session.num_reports,
             values,
-            versions(self._tensors),
             {id(buffer): buffer.detach().clone() for buffer in self._buffers()},
-            {name: [_settings(group) for group in given.param_groups] for name, given in optimizers.items()},
-            {
-                name: copy.deepcopy(given.state_dict())
-                for name, given in self._objects.items()
-                if name not in optimizers and not _is_module(given)
-            },
+            {name: [_settings(group) for group in given.param_groups] for name, given in self._optimizers.items()},
+            others | {name: given.snapshot() for name, given in self._snapshots.items()},
         )
-        self._mark(session, Mark(step, small, is_settled=self._is_settled))
+        self._complete.append(complete)
+        if not is_same_step or small != self._small:
+            self._mark(session, Mark(step, small, is_settled=self._is_settled))
+
+    def _own_state(self, session: Attempt) -> bytes:
+        return session.own_state() if self._has_own_state else b"{}"
 
     def _on_pass(self, module: Any, args: Any, output: Any) -> None:
         """A forward pass is over. One for a gradient begins the next step."""
-        session, torch = self._session, imported("torch")
-        if session is None or torch is None or not torch.is_grad_enabled() or self.is_changing:
+        torch = imported("torch")
+        if torch is not None and torch.is_grad_enabled():
+            if self._versions is None:
+                self._note_tensors()
+            self.begin_step()
+
+    def begin_step(self) -> None:
+        """Record that this rank has read its rows of the next step, and drawn its random numbers: its exchange follows."""
+        if (session := self._session) is None:
             return
         if not self._is_in_step:
             self._reports_in_step, self._is_in_step = session.num_reports, True
-        self._small_after_pass = session.own_state()
-        is_settled = self._is_settled and self.num_steps > 0
+        self._small_after_pass = self._own_state(session)
+        is_settled = self._is_settled and (self.num_steps > 0 or session.was_settled)
         self._mark(session, Mark(self.num_steps, self._small_after_pass, True, is_settled))
 
     def _on_change(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -232,17 +318,31 @@ class LiveState:
             torch.cuda.current_stream().synchronize()  # so that the gradients are those of all ranks, or the attempt is over
         if session is not None:
             session.check_live()
+        self._small_at_change = self._small_after_pass  # the gradients are those of all ranks: all have made their passes
         self.is_changing = True
 
     def _mark(self, session: Attempt, mark: Mark) -> None:
-        is_same = mark.small == self._small
+        sent = Mark(mark.step, None, mark.is_in_step, mark.is_settled) if mark.small == self._small else mark
         self._small = mark.small or b""
         self.marks.append(mark)
-        session.send_mark(replace(mark, small=None) if is_same else mark)
+        session.send_mark(sent)
 
-    def _list_tensors(self) -> list[Any]:
-        """Return the tensors that are not copied."""
-        return [value for _, value in self._named_tensors()]
+    def _note_tensors(self, *, lists_parameters: bool = False) -> bool:
+        """Note the tensors that are not copied, and how often they were changed; return whether that is new.
+
+        Optimizers may make the tensors of their states in any step.
+        """
+        given, modules = list(self._objects.values()), self._buffered
+        if lists_parameters or self.num_steps < _SETTLED_AFTER:
+            self._parameters = [each for module in given if _is_module(module) for _, each in _parameters(module)]
+            self._parameters += [each for one in given if hasattr(one, "live_tensors") for each in one.live_tensors()]
+            self._buffered = [each for one in given if _is_module(one) for each in one.modules() if each._buffers]
+        states = [state for each in self._optimizers.values() for state in _inner(each).state.values()]
+        now = [*self._parameters, *(each for state in states for each in state.values() if hasattr(each, "_version"))]
+        counts, before = versions(now), self._tensors
+        is_same = counts == self._versions and all(map(operator.is_, now, before)) and self._buffered == modules
+        self._tensors, self._versions = now, counts
+        return not is_same
 
     def _named_tensors(self) -> Iterator[tuple[str, Any]]:
         for name, given in self._objects.items():
@@ -254,19 +354,17 @@ class LiveState:
                         if hasattr(value, "_version"):
                             yield f"{name}.{number}.{key}", value
             elif _is_module(given):
-                given.state_dict()  # FSDP puts its shards in place
-                yield from ((f"{name}.{key}", value) for key, value in given.named_parameters())
+                yield from ((f"{name}.{key}", value) for key, value in _parameters(given))
 
     def _buffers(self) -> Iterator[Any]:
-        for given in self._objects.values():
-            for module in given.modules() if _is_module(given) else ():
-                named = module._buffers.items()
-                computed = module._non_persistent_buffers_set
-                yield from (buffer for name, buffer in named if buffer is not None and name not in computed)
+        for module in self._buffered:
+            computed = module._non_persistent_buffers_set
+            named = module._buffers.items()
+            yield from (buffer for name, buffer in named if buffer is not None and name not in computed)
 
     def _state_of(self, name: str, given: Any, complete: _Complete) -> Any:
         if name in complete.others:
-            return complete.others[name]
+            return complete.others[name]() if name in self._snapshots else complete.others[name]
         if _is_module(given):
             state = given.state_dict(keep_vars=True)
             for key, value in state.items():
@@ -288,7 +386,7 @@ class LiveState:
     def _find_pieces(self, session: Attempt) -> None:
         """Find out which ranks hold the same."""
         torch = imported("torch")
-        if torch is None or session.world_size == 1:
+        if torch is None or session.world_size == 1 or len(self._snapshots) == len(self._objects):
             return
         self._pieces = number_pieces(session.gather(describe_piece(self._named_tensors())))
         if not are_replicated(self._pieces):
@@ -314,8 +412,26 @@ def _is_optimizer(given: Any) -> bool:
     return hasattr(given, "param_groups") and hasattr(given, "state")
 
 
+def _parameters(module: Any) -> Iterable[tuple[str, Any]]:
+    module.state_dict()  # FSDP puts its shards in place
+    named: Iterable[tuple[str, Any]] = module.named_parameters()
+    return named
+
+
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: copy.copy(value) for name, value in group.items() if name != "params"}
+    """Return a copy of what a group of parameters has in addition to them. A rate may be a tensor."""
+    given = {name: value for name, value in group.items() if name != "params"}
+    return {name: value.clone() if hasattr(value, "clone") else _copied(value) for name, value in given.items()}
+
+
+def _copied(value: Any) -> Any:
+    """Return a deep copy; of plain values several times faster than `copy.deepcopy`."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if kind is list else copy.deepcopy(value)
 
 
 def _inner(given: Any) -> Any:

@@ -163,6 +163,7 @@ class AttemptBuilder:
             iterations_before=order.iterations_before,
             send_mark=marks.send,
             release_start=self.live.release,
+            was_settled=order.live is not None and order.live.is_settled,
         )
         writer.on_chunk = session.progress.wrote
         first_snapshot = FirstSnapshot(
