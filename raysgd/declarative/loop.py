@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -32,6 +34,7 @@ from raysgd.engine.config import EngineConfig
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.session import api, rank_state
+from raysgd.session.live import LiveState
 from raysgd.torch.batches import are_same_batches, count_rows, digest, take_rows
 from raysgd.torch.devices import device, to_device
 from raysgd.torch.loader import PreparedLoader
@@ -94,6 +97,8 @@ class TrainingLoop(Stepper):
         self._epoch_generators: Any = None
         self._resumed: tuple[Any, Any] = (None, None)  # of the loader, and of the generators when the epoch began
         self._first_batches: list[bytes] | None = []  # hashes of them
+        self._live: LiveState | None = None
+        self._of_ranks: list[dict[str, Any]] = []  # what the live state has of each rank within this epoch
 
     @property
     def train_status(self) -> TrainStatus:
@@ -112,9 +117,10 @@ class TrainingLoop(Stepper):
     def _train(self) -> dict[str, Any]:
         self._load()
         self._call_at_start("after_setup", self, is_again=self.position.steps > 0)
-        settings = self._loop_settings()
-        if settings.is_over(self.position):
+        settings, at = self._loop_settings(), self.position
+        if settings.is_over(at) and (at.saved == at.steps or not settings.saves_last):
             return self._results()
+        self._live = self.engine.own_live_state(self._live_problem)
         self._call_at_start("on_train_start", self, is_again=self.position.steps > 0)
         self.model.train()
         run_loop(self, settings, api.should_stop)
@@ -243,6 +249,9 @@ class TrainingLoop(Stepper):
         self._resumed = (None, None)
         self._call_at_start("on_epoch_start", self, epoch, is_again=status.epoch_steps > 0)
         self._epoch_generators = generators if status.epoch_steps else rank_state.capture_generators()
+        if self._live is not None:
+            is_needed = not batches.has_plain_order
+            self._of_ranks = api.gather({"raysgd_epoch_generators": self._epoch_generators}) if is_needed else []
         iterator = batches.start_epoch(epoch, status.epoch_steps * self._accumulation, state, generators)
         for group in self._groups(iterator):
             self._train_step(group)
@@ -515,16 +524,7 @@ class TrainingLoop(Stepper):
                 own["raysgd_loader"] = batches.state_dict()
         of_ranks = api.gather((own, _as_numbers(self._metrics)))
         newest = of_ranks[0][1]  # times differ by rank, and any number of ranks can load only what is equal on all
-        args = self.train_args
-        interval = None if args.lr_scheduler is None else args.lr_scheduler.interval
-        more = {
-            "order": describe_order(batches.loader),
-            "lr_scheduler_interval": interval,
-            "train_status": asdict(status),
-            "batches": {"rows_per_step": args.rows_per_step, "rows_per_batch": args.micro_batch_size},
-            "newest_metrics": newest,
-            "of_ranks": [own for own, _ in of_ranks],
-        }
+        more = self._values(status, newest, self._val_loss, [own for own, _ in of_ranks])
         metrics = {
             **newest,
             "loss": loss,
@@ -533,6 +533,34 @@ class TrainingLoop(Stepper):
             "step": status.steps,
         }
         self.engine.save_checkpoint(metrics=metrics, merged=settings.save_type == "merged", **more)
+
+    @property
+    def _live_problem(self) -> str | None:
+        """Why training cannot continue without a save, or None."""
+        if self._hooks.has("on_save_checkpoint"):
+            return "a hook adds values to each checkpoint, by on_save_checkpoint"
+        return "the loader's own position is known in checkpoints only" if self._training_data().is_stateful else None
+
+    def complete_step(self) -> None:
+        if self._live is not None:
+            of_ranks = self._of_ranks if self.position.epoch_steps else []
+            given = copy(self.position), self._metrics, self._val_loss, of_ranks or [{}] * self.world_size
+            self._live.complete(partial(self._values, *given))
+
+    def _values(
+        self, status: TrainStatus, metrics: Mapping[str, Any], val_loss: float | None, of_ranks: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return what a checkpoint has in addition to the engine's state."""
+        args = self.train_args
+        return {
+            "order": describe_order(self._training_data().loader),
+            "lr_scheduler_interval": None if args.lr_scheduler is None else args.lr_scheduler.interval,
+            "train_status": asdict(status),
+            "batches": {"rows_per_step": args.rows_per_step, "rows_per_batch": args.micro_batch_size},
+            "newest_metrics": _as_numbers(metrics),
+            "val_loss": val_loss,
+            "of_ranks": of_ranks,
+        }
 
     def _ask_what_to_save(self) -> dict[str, Any]:
         """Return what hooks add to the state that is saved.
@@ -577,7 +605,7 @@ class TrainingLoop(Stepper):
             status.epoch_steps = find_epoch_steps(self.train_args, status, saved["batches"])
         self.position = status
         self._metrics = dict(saved["newest_metrics"])
-        self._val_loss = self._metrics.get("val_loss")  # a scheduler may follow it
+        self._val_loss = saved.get("val_loss", self._metrics.get("val_loss"))  # a scheduler may follow it
         of_ranks = saved["of_ranks"]
         is_same_size = len(of_ranks) == self.world_size
         own = of_ranks[self.rank] if is_same_size else of_ranks[0]

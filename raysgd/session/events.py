@@ -192,6 +192,7 @@ class LiveReport:
         marks: Its last marks, oldest first.
         held: The step that it holds; None if its state was being changed when it left train_func.
         endpoint: Where other workers can copy the state from.
+        problem: Why its loop, one of raysgd, has no live state.
     """
 
     rank: int
@@ -199,6 +200,7 @@ class LiveReport:
     marks: tuple[Mark, ...] = ()
     held: HeldStep | None = None
     endpoint: Endpoint | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ again, they are the state after that step: `LiveState.take` puts both together, 
 
 An optimizer's step begins the changes, and `LiveState.step` ends them. The state of a rank that left train_func in between is
 never taken, nor one whose tensors count other changes.
+
+Loops of raysgd have one by themselves: `raysgd.train.loop.train` calls `LiveState.complete`.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import copy
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 from raysgd._util.imports import imported
 from raysgd.errors import UsageError
@@ -32,16 +35,39 @@ class Attempt(Protocol):
 
     def held_step(self, step: int) -> HeldStep: ...
 
-    def on_complete_step(self) -> None: ...
+    def on_complete_step(self, *, needs_start: bool) -> None: ...
 
     def check_live(self) -> None: ...
+
+
+@runtime_checkable
+class Snapshots(Protocol):
+    """An object of a live state that records its own state, in place of copies of its ``state_dict()``."""
+
+    def snapshot(self) -> Callable[[], Any]:
+        """Return a function that returns the state as it is now, also if it is called after further steps.
+
+        The function raises `NotComputedError` if the state never came about.
+        """
+
+
+@runtime_checkable
+class LiveParts(Protocol):
+    """An object of several parts, such as `raysgd.Engine`, which loads and saves them itself."""
+
+    def live_parts(self) -> Mapping[str, Any]:
+        """Return the objects to hold, by name, or raise why their state cannot be held."""
+
+
+class NotComputedError(Exception):
+    """The device has not computed the state of a step, because ranks have left within it."""
 
 
 #: Steps after which the tensors of the state are the same objects.
 _SETTLED_AFTER = 3
 
-#: Optimizers of which each rank may hold a shard: torch's, and that of raysgd's engine.
-_SHARDING = frozenset({"ZeroRedundancyOptimizer", "EngineOptimizer"})
+#: An optimizer of torch of which each rank holds a shard.
+_SHARDING = "ZeroRedundancyOptimizer"
 
 
 @final
@@ -71,7 +97,7 @@ class _Complete:
 
     held: HeldStep
     num_reports: int
-    values: dict[str, Any]
+    values: Callable[[], Mapping[str, Any]]
     versions: list[int]
     buffers: dict[int, Any]  # by the identity of the buffer
     groups: dict[str, list[dict[str, Any]]]  # of each optimizer, without parameters
@@ -84,7 +110,9 @@ class LiveState:
 
     Args:
         session: The attempt; None outside a worker, where nothing continues.
-        objects: What has a ``state_dict()``, by name.
+        objects: What has a ``state_dict()``, or is one of `Snapshots`, by name.
+        has_own_state: Whether a rank has generators and positions that others do not have. If not, theirs are not part of the
+            state.
 
     Attributes:
         is_changing: An optimizer has begun to change the state, which `step` ends.
@@ -92,17 +120,25 @@ class LiveState:
         marks: The newest marks of this rank, oldest first.
     """
 
-    def __init__(self, session: Attempt | None, objects: Mapping[str, Any]) -> None:
+    def __init__(
+        self, session: Attempt | None, objects: Mapping[str, Any], *, has_own_state: bool = True
+    ) -> None:
+        self._has_parts = any(isinstance(given, LiveParts) for given in objects.values())
+        for name, given in list(objects.items()):
+            if isinstance(given, LiveParts):
+                objects = {**{key: each for key, each in objects.items() if key != name}, **given.live_parts()}
         for name, given in objects.items():
-            if not hasattr(given, "state_dict"):
+            if not hasattr(given, "state_dict") and not isinstance(given, Snapshots):
                 raise UsageError(
                     f"live_state({name}=...) got a {type(given).__name__}, which has no state_dict(): give values that change in "
                     f"each step to its step({name}=...)."
                 )
         self._session = session
         self._objects = dict(objects)
+        self._has_own_state = has_own_state
         self._values: dict[str, Any] = {}
-        self._complete: _Complete | None = None
+        #: The newest step, and the one before it if no object is changed in place.
+        self._complete: deque[_Complete] = deque(maxlen=1 + all(isinstance(each, Snapshots) for each in objects.values()))
         self._small = self._small_after_pass = b""
         self._reports_in_step = 0
         self._is_in_step = False
@@ -132,21 +168,33 @@ class LiveState:
             SessionError: The attempt is over.
         """
         self._values = values
+        copied = copy.deepcopy(values) if self._session is not None else values
+        self.complete(lambda: copied)
+
+    def complete(self, values: Callable[[], Mapping[str, Any]]) -> None:
+        """Declare that all changes of this step are made, for loops of raysgd.
+
+        Args:
+            values: Returns the values of this step that belong to the state, also if it is called after further steps.
+        """
         if self._session is not None:
             if not self.num_steps:
                 self._check_is_whole()
-            self._record(self._session, copy.deepcopy(values))
+            self._record(self._session, values)
         self.num_steps += 1
         self.is_changing = self._is_in_step = False
         if self._session is not None:
-            self._session.on_complete_step()
+            # A step that the device computes later is computed, and all ranks are in it, when the next one is complete.
+            self._session.on_complete_step(needs_start=self.num_steps < (self._complete.maxlen or 1))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as `raysgd.load_checkpoint` returns it: ``raysgd.save_checkpoint(live)`` saves it."""
+        self._check_objects("engine.save_checkpoint(...) saves")
         return {name: given.state_dict() for name, given in self._objects.items()} | self._values
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `raysgd.load_checkpoint` returned into the objects; values of `step` are left to the caller."""
+        self._check_objects("engine.load_checkpoint() loads")
         for name, given in self._objects.items():
             given.load_state_dict(state[name])
         self._values = {name: value for name, value in state.items() if name not in self._objects}
@@ -155,19 +203,22 @@ class LiveState:
 
     def take(self) -> KeptState | None:
         """Return the state of the newest complete step; None if there is none, or if it was changed since."""
-        complete, self._complete = self._complete, None
-        if complete is None or self._session is None or self.is_changing:
+        if not self._complete or self._session is None or self.is_changing:
             return None
         now = self._list_tensors()
         is_same = len(now) == len(self._tensors) and all(map(operator.is_, now, self._tensors))
-        if not is_same or _versions(now) != complete.versions:
+        if not is_same or _versions(now) != self._complete[-1].versions:
             return None
-        held = complete.held
-        reports = self._reports_in_step if self._is_in_step else self._session.num_reports
         # What is reported after a step and before the next forward pass is about that step.
-        held = replace(held, iteration=held.iteration + reports - complete.num_reports)
-        state = {name: self._state_of(name, given, complete) for name, given in self._objects.items()}
-        return KeptState(held, state | complete.values)
+        num_reports = self._reports_in_step if self._is_in_step else self._session.num_reports
+        while self._complete:
+            complete = self._complete.pop()
+            with suppress(NotComputedError):
+                state = {name: self._state_of(name, given, complete) for name, given in self._objects.items()}
+                iteration = complete.held.iteration + num_reports - complete.num_reports
+                return KeptState(replace(complete.held, iteration=iteration), {**state, **complete.values()})
+            num_reports = complete.num_reports
+        return None
 
     def close(self) -> None:
         """Release the user's objects."""
@@ -176,19 +227,23 @@ class LiveState:
         self._hooks.clear()
         self._objects.clear()
         self._tensors.clear()
-        self._complete = None
+        self._complete.clear()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _record(self, session: Attempt, values: dict[str, Any]) -> None:
+    def _check_objects(self, what_does: str) -> None:
+        if self._has_parts:
+            raise UsageError(f"live_state(engine=...): {what_does} the state of an engine; call that instead.")
+
+    def _record(self, session: Attempt, values: Callable[[], Mapping[str, Any]]) -> None:
         """Record what belongs to the step that is complete now, except for the tensors that are not copied."""
         step = self.num_steps + 1
-        small = session.own_state()
+        small = self._own_state(session)
         if step <= _SETTLED_AFTER:  # an optimizer makes its state in its first steps
             self._tensors = self._list_tensors()
         self._is_settled = self._is_settled and self._is_in_step and small == self._small_after_pass
         optimizers = {name: given for name, given in self._objects.items() if _is_optimizer(given)}
-        self._complete = _Complete(
+        complete = _Complete(
             session.held_step(step),
             session.num_reports,
             values,
@@ -196,21 +251,30 @@ class LiveState:
             {id(buffer): buffer.detach().clone() for buffer in self._buffers()},
             {name: [_settings(group) for group in given.param_groups] for name, given in optimizers.items()},
             {
-                name: copy.deepcopy(given.state_dict())
+                name: given.snapshot() if isinstance(given, Snapshots) else copy.deepcopy(given.state_dict())
                 for name, given in self._objects.items()
                 if name not in optimizers and not _is_module(given)
             },
         )
+        self._complete.append(complete)
         self._mark(session, Mark(step, small, is_settled=self._is_settled))
+
+    def _own_state(self, session: Attempt) -> bytes:
+        return session.own_state() if self._has_own_state else b"{}"
 
     def _on_pass(self, module: Any, args: Any, output: Any) -> None:
         """A forward pass is over. One for a gradient begins the next step."""
-        session, torch = self._session, imported("torch")
-        if session is None or torch is None or not torch.is_grad_enabled() or self.is_changing:
+        torch = imported("torch")
+        if torch is not None and torch.is_grad_enabled() and not self.is_changing:
+            self.begin_step()
+
+    def begin_step(self) -> None:
+        """Record that this rank has read its rows of the next step, and drawn its random numbers: its exchange follows."""
+        if (session := self._session) is None:
             return
         if not self._is_in_step:
             self._reports_in_step, self._is_in_step = session.num_reports, True
-        self._small_after_pass = session.own_state()
+        self._small_after_pass = self._own_state(session)
         is_settled = self._is_settled and self.num_steps > 0
         self._mark(session, Mark(self.num_steps, self._small_after_pass, True, is_settled))
 
@@ -238,6 +302,8 @@ class LiveState:
                 found += [value for value in values if hasattr(value, "_version")]
             elif _is_module(given):
                 found += given.parameters()
+            elif hasattr(given, "live_tensors"):
+                found += given.live_tensors()
         return found
 
     def _buffers(self) -> Iterator[Any]:
@@ -249,7 +315,7 @@ class LiveState:
 
     def _state_of(self, name: str, given: Any, complete: _Complete) -> Any:
         if name in complete.others:
-            return complete.others[name]
+            return complete.others[name]() if isinstance(given, Snapshots) else complete.others[name]
         if _is_module(given):
             state = given.state_dict(keep_vars=True)
             for key, value in state.items():
@@ -263,7 +329,7 @@ class LiveState:
     def _check_is_whole(self) -> None:
         for name, given in self._objects.items():
             tensors = given.parameters() if _is_module(given) else ()
-            is_shard = not _SHARDING.isdisjoint(base.__name__ for base in type(given).__mro__)
+            is_shard = getattr(given, "is_sharded", False) or any(each.__name__ == _SHARDING for each in type(given).__mro__)
             if is_shard or any(hasattr(each, "to_local") for each in tensors):
                 raise UsageError(
                     f"live_state({name}=...): each rank may hold a shard of it, and those of a dead rank are nowhere "

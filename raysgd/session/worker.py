@@ -84,7 +84,8 @@ class WorkerSession(Session):
         stop_gate: Where this rank finds the stop that all ranks agreed on.
         save_gate: Where it waits for the save that all ranks leave after.
         expects_save: train_func has asked for a checkpoint to continue from, so it probably saves some.
-        live: What ``live_state`` has returned, if it was called.
+        live: What ``live_state`` has returned, if it was called; or that of a loop of raysgd.
+        live_problem: Why a loop of raysgd has none.
     """
 
     in_worker = True
@@ -113,6 +114,7 @@ class WorkerSession(Session):
     ) -> None:
         self.iterations_before = iterations_before
         self.live: LiveState | None = None
+        self.live_problem: str | None = None
         self.send_mark = send_mark
         self._release_start = release_start
         self._generator_text = GeneratorText()
@@ -250,6 +252,16 @@ class WorkerSession(Session):
         self.live = LiveState(self, objects)
         return self.live
 
+    def own_live_state(
+        self, objects: Mapping[str, Any], *, has_own_state: bool = True, problem: str | None = None
+    ) -> LiveState | None:
+        if self.live is not None or self.logical is not None:
+            return None
+        self.live_problem = problem
+        if problem is None:
+            self.live = LiveState(self, objects, has_own_state=has_own_state)
+        return self.live
+
     def list_checkpoints(self) -> list[Checkpoint]:
         self.check_live()
         index, self._num_lists = self._num_lists, self._num_lists + 1
@@ -322,13 +334,17 @@ class WorkerSession(Session):
             self._datasets.positions(),
         )
 
-    def on_complete_step(self) -> None:
-        """A step is complete: no rank needs the state any more that this attempt started from.
+    def on_complete_step(self, *, needs_start: bool) -> None:
+        """A step is complete.
+
+        Args:
+            needs_start: Some rank may still need the state that this attempt started from.
 
         Raises:
             AttemptEnded: The attempt is over.
         """
-        self._release_start()
+        if not needs_start:
+            self._release_start()
         self.progress.mark("live_state")
         self.check_live()
 

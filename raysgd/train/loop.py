@@ -105,7 +105,10 @@ class Stepper(ABC):
         """Return whether the newest step was the last of its epoch; False if that is not known before the epoch has ended."""
         return False
 
-    def after_step(self) -> None:  # noqa: B027 - most have nothing to do here
+    def complete_step(self) -> None:  # noqa: B027 - most have nothing to do here
+        """Called when all that belongs to a step is done: training may continue from here by `raysgd.session.live`."""
+
+    def after_step(self) -> None:  # noqa: B027
         """Called when a step is made and counted, before its validation."""
 
     def end_step(self) -> None:  # noqa: B027
@@ -132,6 +135,8 @@ def train(stepper: Stepper, settings: LoopSettings, should_stop: Callable[[], bo
             at.steps, at.epoch_steps = at.steps + 1, at.epoch_steps + 1
             is_epoch_over = stepper.is_epoch_over()
             due.after_step(is_epoch_over=is_epoch_over)
+            if not is_epoch_over:
+                stepper.complete_step()
             is_stopping = should_stop()  # all ranks find it at the same step, as they ask at each
             if is_stopping or settings.has_all_steps(at):
                 break
@@ -139,6 +144,7 @@ def train(stepper: Stepper, settings: LoopSettings, should_stop: Callable[[], bo
             is_epoch_over = True
         if is_epoch_over:
             due.after_epoch()
+            stepper.complete_step()
     if (settings.saves_last or is_stopping) and at.saved != at.steps:
         due.save()
     if at.epoch_steps and settings.has_all_steps(at):

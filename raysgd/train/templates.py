@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -394,6 +396,7 @@ class _Steps(Stepper):
         self.metrics: dict[str, Any] = {}
         self._found: dict[str, Any] = {}  # by an evaluation, since the last report
         self._load()
+        self._live = self._engine.own_live_state(None)
 
     def loop_settings(self) -> LoopSettings:
         settings, evaluates = self._settings, self._evaluation is not None
@@ -472,15 +475,22 @@ class _Steps(Stepper):
         return getattr(batches, "size", None) or (own and own * api.data_parallel_size())
 
     def save(self) -> None:
+        self._engine.save_checkpoint(**self._progress(self.position, self._num_batches, self.metrics))
+
+    def complete_step(self) -> None:
+        if self._live is not None:
+            self._live.complete(partial(self._progress, copy(self.position), self._num_batches, self.metrics))
+
+    def _progress(self, position: LoopPosition, num_batches: int, metrics: dict[str, Any]) -> dict[str, Any]:
         progress = {
-            "position": asdict(self.position),
-            "batches": self._num_batches,
+            "position": asdict(position),
+            "batches": num_batches,
             "copies": api.data_parallel_size(),
             "rows_of_batch": self._rows_of_batch,
             "order": describe_order(self._loader),
-            "metrics": self.metrics,
+            "metrics": metrics,
         }
-        self._engine.save_checkpoint(progress=progress)
+        return {"progress": progress}
 
     def _load(self) -> None:
         state = self._engine.load_checkpoint()

@@ -81,7 +81,8 @@ def choose_step(
     held = {rank: report.held for rank, report in reports.items() if report.held is not None}
     held = {rank: each for rank, each in held.items() if each.id.attempt == attempt or each.id in known}
     if not held:
-        return "no rank is left that held the state of a complete step"
+        problems = (each.problem for each in reports.values() if each.problem is not None)
+        return next(problems, "no rank is left that held the state of a complete step")
     newest = max(held.values(), key=lambda each: (each.id, each.iteration))
     holders = tuple(sorted(rank for rank, each in held.items() if each.id == newest.id))
     furthest = {rank: max((mark.step for mark in given), default=0) for rank, given in marks.items()}
