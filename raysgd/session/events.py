@@ -204,8 +204,13 @@ class LiveReport:
 
 
 @dataclass(frozen=True)
+class HoldsState:
+    """The rank has a live state, whose first step in this attempt is complete."""
+
+
+@dataclass(frozen=True)
 class Marked:
-    """The last marks of a rank whose process died, oldest first."""
+    """The last marks of a rank that has left, or whose process died, oldest first."""
 
     marks: tuple[Mark, ...]
 
@@ -309,6 +314,7 @@ WorkerEvent = (
     | PartHeld
     | HoldFailed
     | StartUnusable
+    | HoldsState
     | Marked
     | AtSavePoint
     | Sample

@@ -135,16 +135,22 @@ class LiveState:
                 )
         self._session = session
         self._objects = dict(objects)
+        # Decided once, as these are asked for in each step.
+        self._optimizers = {name: given for name, given in objects.items() if _is_optimizer(given)}
+        self._snapshots = {name: given for name, given in objects.items() if isinstance(given, Snapshots)}
+        copied = [each for each in objects if each not in {*self._optimizers, *self._snapshots}]
+        self._copied = {name: objects[name] for name in copied if not _is_module(objects[name])}
         self._has_own_state = has_own_state
         self._values: dict[str, Any] = {}
         #: The newest step, and the one before it if no object is changed in place.
-        self._complete: deque[_Complete] = deque(maxlen=1 + all(isinstance(each, Snapshots) for each in objects.values()))
+        self._complete: deque[_Complete] = deque(maxlen=1 + (len(self._snapshots) == len(objects)))
         self._small = self._small_after_pass = b""
         self._reports_in_step = 0
         self._is_in_step = False
         self._is_settled = True
         self._hooks: list[Any] = []
         self._tensors: list[Any] = []
+        self._buffered: list[Any] = []  # modules
         self.is_changing = False
         self.num_steps = 0
         self.marks: deque[Mark] = deque(maxlen=NUM_MARKS)
@@ -207,6 +213,7 @@ class LiveState:
             return None
         now = self._list_tensors()
         is_same = len(now) == len(self._tensors) and all(map(operator.is_, now, self._tensors))
+        is_same = is_same and self._list_buffered() == self._buffered
         if not is_same or _versions(now) != self._complete[-1].versions:
             return None
         # What is reported after a step and before the next forward pass is about that step.
@@ -240,21 +247,17 @@ class LiveState:
         step = self.num_steps + 1
         small = self._own_state(session)
         if step <= _SETTLED_AFTER:  # an optimizer makes its state in its first steps
-            self._tensors = self._list_tensors()
+            self._tensors, self._buffered = self._list_tensors(), self._list_buffered()
         self._is_settled = self._is_settled and self._is_in_step and small == self._small_after_pass
-        optimizers = {name: given for name, given in self._objects.items() if _is_optimizer(given)}
+        others = {name: copy.deepcopy(given.state_dict()) for name, given in self._copied.items()}
         complete = _Complete(
             session.held_step(step),
             session.num_reports,
             values,
             _versions(self._tensors),
             {id(buffer): buffer.detach().clone() for buffer in self._buffers()},
-            {name: [_settings(group) for group in given.param_groups] for name, given in optimizers.items()},
-            {
-                name: given.snapshot() if isinstance(given, Snapshots) else copy.deepcopy(given.state_dict())
-                for name, given in self._objects.items()
-                if name not in optimizers and not _is_module(given)
-            },
+            {name: [_settings(group) for group in given.param_groups] for name, given in self._optimizers.items()},
+            others | {name: given.snapshot() for name, given in self._snapshots.items()},
         )
         self._complete.append(complete)
         self._mark(session, Mark(step, small, is_settled=self._is_settled))
@@ -288,10 +291,10 @@ class LiveState:
         self.is_changing = True
 
     def _mark(self, session: Attempt, mark: Mark) -> None:
-        is_same = mark.small == self._small
+        sent = Mark(mark.step, None, mark.is_in_step, mark.is_settled) if mark.small == self._small else mark
         self._small = mark.small or b""
         self.marks.append(mark)
-        session.send_mark(replace(mark, small=None) if is_same else mark)
+        session.send_mark(sent)
 
     def _list_tensors(self) -> list[Any]:
         """Return the tensors that are not copied."""
@@ -306,16 +309,20 @@ class LiveState:
                 found += given.live_tensors()
         return found
 
+    def _list_buffered(self) -> list[Any]:
+        """Return the modules that have buffers."""
+        modules = (module for given in self._objects.values() if _is_module(given) for module in given.modules())
+        return [module for module in modules if module._buffers]
+
     def _buffers(self) -> Iterator[Any]:
-        for given in self._objects.values():
-            for module in given.modules() if _is_module(given) else ():
-                named = module._buffers.items()
-                computed = module._non_persistent_buffers_set
-                yield from (buffer for name, buffer in named if buffer is not None and name not in computed)
+        for module in self._buffered:
+            computed = module._non_persistent_buffers_set
+            named = module._buffers.items()
+            yield from (buffer for name, buffer in named if buffer is not None and name not in computed)
 
     def _state_of(self, name: str, given: Any, complete: _Complete) -> Any:
         if name in complete.others:
-            return complete.others[name]() if isinstance(given, Snapshots) else complete.others[name]
+            return complete.others[name]() if name in self._snapshots else complete.others[name]
         if _is_module(given):
             state = given.state_dict(keep_vars=True)
             for key, value in state.items():

@@ -25,7 +25,7 @@ from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
 from raysgd.session.context import OUTLIVED
 from raysgd.session.event_queue import EventQueue
-from raysgd.session.events import HeldStep, Mark, Saved, StartUnusable, StepId
+from raysgd.session.events import HeldStep, HoldsState, Mark, Saved, StartUnusable, StepId
 from raysgd.session.gates import SaveGate, StopGate
 from raysgd.session.generators import GeneratorText
 from raysgd.session.live import LiveState
@@ -117,6 +117,7 @@ class WorkerSession(Session):
         self.live_problem: str | None = None
         self.send_mark = send_mark
         self._release_start = release_start
+        self._is_state_announced = False
         self._generator_text = GeneratorText()
         self.expects_save = False
         super().__init__(
@@ -343,8 +344,10 @@ class WorkerSession(Session):
         Raises:
             AttemptEnded: The attempt is over.
         """
-        if not needs_start:
+        if not needs_start and not self._is_state_announced:
+            self._is_state_announced = True
             self._release_start()
+            self._event_queue.put(HoldsState(), urgent=True)
         self.progress.mark("live_state")
         self.check_live()
 

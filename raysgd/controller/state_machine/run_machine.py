@@ -264,6 +264,9 @@ class RunMachine:
                 self._continuation.on_entered(rank)
                 data = {"rank": rank, "attempt": running.attempt, "timestamp": event.timestamp}
                 self._emit(c.RecordEvent("entered", data | e.describe_output(event.output)))
+            case e.HoldsState():
+                running.holding.add(rank)
+                self._leave_from_memory(running)
             case e.Left():
                 data = {"rank": rank, "attempt": running.attempt, "steps": event.steps, "uses": event.uses}
                 self._emit(c.RecordEvent("left", data | e.describe_output(event.output)))
@@ -527,6 +530,15 @@ class RunMachine:
         elif timer in ("gather", "explain") and isinstance(state, Ending) and not state.is_decided:
             self._decide_after_attempt(state, is_complete=timer == "explain")
 
+    def _leave_from_memory(self, running: Running) -> None:
+        """Leave at once, when a live state is there, for what the ranks would have left for after the next save."""
+        if running.is_held and self._undisturbed_attempt() is running:
+            if self._save_point.why == GROWS:
+                self._save_point.cancel()
+                self._on_grow(running)
+            elif self._preemption.why:
+                self._preemption.ask_to_leave(running, None)
+
     def _on_grow(self, running: Running) -> None:
         undisturbed = self._undisturbed_attempt()
         if why := self._preemption.why or self.pause.why:
@@ -534,7 +546,7 @@ class RunMachine:
         elif self._growth.on_timeout(
             undisturbed,
             is_bound_to_size=self.checkpoints.is_bound_to_size,
-            is_at_once=self._plan.grows_without_save and not self.checkpoints.has_any,
+            is_at_once=running.is_held or (self._plan.grows_without_save and not self.checkpoints.has_any),
         ):
             self._regroup(running, GROWS, "resize")
 
