@@ -28,7 +28,7 @@ from raysgd.declarative.components import (
 )
 from raysgd.declarative.hooks import Hooks, TrainHook
 from raysgd.declarative.reductions import Reductions
-from raysgd.declarative.resuming import TrainStatus, check_interval, find_epoch_steps
+from raysgd.declarative.resuming import TrainStatus, as_numbers, check_interval, find_epoch_steps, progress_of
 from raysgd.declarative.values import Importer, naming
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.engine import Engine
@@ -38,7 +38,7 @@ from raysgd.session.live import LiveState
 from raysgd.torch.batches import are_same_batches, count_rows, digest, take_rows
 from raysgd.torch.devices import device, to_device
 from raysgd.torch.loader import PreparedLoader
-from raysgd.torch.rows import check_order, describe_order
+from raysgd.torch.rows import check_order
 from raysgd.train.loop import LoopSettings, Stepper
 from raysgd.train.loop import train as run_loop
 
@@ -118,7 +118,7 @@ class TrainingLoop(Stepper):
         self._load()
         self._call_at_start("after_setup", self, is_again=self.position.steps > 0)
         settings, at = self._loop_settings(), self.position
-        if settings.is_over(at) and (at.saved == at.steps or not settings.saves_last):
+        if settings.is_over(at) and not at.is_pending and (at.saved == at.steps or not settings.saves_last):
             return self._results()
         self._live = self.engine.own_live_state(self._live_problem)
         self._call_at_start("on_train_start", self, is_again=self.position.steps > 0)
@@ -132,7 +132,7 @@ class TrainingLoop(Stepper):
     def _results(self) -> dict[str, Any]:
         status = self.position
         return {
-            **_as_numbers(self._metrics),
+            **as_numbers(self._metrics),
             "finished_train_steps": status.finished_train_steps,
             "best_loss": status.best_loss,
         }
@@ -383,7 +383,7 @@ class TrainingLoop(Stepper):
         if not hooks.has("before_log_train_metrics", "on_step_end"):
             self._log(self._metrics, "train")
             return
-        shown = {**_as_numbers(self._metrics), "loss": self._metrics["train_loss"]}
+        shown = {**as_numbers(self._metrics), "loss": self._metrics["train_loss"]}
         hooks.call("before_log_train_metrics", self, shown, self._aggregated)
         self._metrics = {name: value for name, value in shown.items() if name != "loss"}
         self._log(self._metrics, "train")
@@ -522,9 +522,10 @@ class TrainingLoop(Stepper):
                 own["raysgd_epoch_generators"] = self._epoch_generators
             if batches.is_stateful:
                 own["raysgd_loader"] = batches.state_dict()
-        of_ranks = api.gather((own, _as_numbers(self._metrics)))
+        of_ranks = api.gather((own, as_numbers(self._metrics)))
         newest = of_ranks[0][1]  # times differ by rank, and any number of ranks can load only what is equal on all
-        more = self._values(status, newest, self._val_loss, [own for own, _ in of_ranks])
+        of_loop = status, newest, self._val_loss, [own for own, _ in of_ranks]
+        more = progress_of(self.train_args, batches.loader, *of_loop)
         metrics = {
             **newest,
             "loss": loss,
@@ -541,26 +542,12 @@ class TrainingLoop(Stepper):
             return "a hook adds values to each checkpoint, by on_save_checkpoint"
         return "the loader's own position is known in checkpoints only" if self._training_data().is_stateful else None
 
-    def complete_step(self) -> None:
+    def record(self, *, is_same_step: bool) -> None:
         if self._live is not None:
             of_ranks = self._of_ranks if self.position.epoch_steps else []
             given = copy(self.position), self._metrics, self._val_loss, of_ranks or [{}] * self.world_size
-            self._live.complete(partial(self._values, *given))
-
-    def _values(
-        self, status: TrainStatus, metrics: Mapping[str, Any], val_loss: float | None, of_ranks: list[dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Return what a checkpoint has in addition to the engine's state."""
-        args = self.train_args
-        return {
-            "order": describe_order(self._training_data().loader),
-            "lr_scheduler_interval": None if args.lr_scheduler is None else args.lr_scheduler.interval,
-            "train_status": asdict(status),
-            "batches": {"rows_per_step": args.rows_per_step, "rows_per_batch": args.micro_batch_size},
-            "newest_metrics": _as_numbers(metrics),
-            "val_loss": val_loss,
-            "of_ranks": of_ranks,
-        }
+            values = partial(progress_of, self.train_args, self._training_data().loader, *given)
+            self._live.complete(values, is_same_step=is_same_step)
 
     def _ask_what_to_save(self) -> dict[str, Any]:
         """Return what hooks add to the state that is saved.
@@ -618,13 +605,8 @@ class TrainingLoop(Stepper):
 
     def _log(self, metrics: Mapping[str, Any], tag: str | None, step: int | None = None) -> None:
         for logger in self.loggers:
-            numbers = {name: value for name, value in _as_numbers(metrics).items() if name not in ("step", "epoch")}
+            numbers = {name: value for name, value in as_numbers(metrics).items() if name not in ("step", "epoch")}
             logger.log_metrics(numbers, self.position.steps if step is None else step, tag=tag)
-
-
-def _as_numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
-    """Return metrics without tensors; counts stay integers."""
-    return {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
 
 
 def _call_if_there(owner: Any, name: str) -> None:

@@ -31,8 +31,8 @@ from raysgd.torch.loader import prepare_data_loader
 from raysgd.torch.meshes import mesh as make_mesh
 
 if TYPE_CHECKING:
-    from raysgd.session.live import LiveState
     from raysgd.engine.planning.strategy_plan import Plan
+    from raysgd.session.live import LiveState
 
 
 class Engine:

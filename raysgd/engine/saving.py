@@ -78,7 +78,9 @@ class EngineState:
     @property
     def live_problem(self) -> str | None:
         """Why a live state cannot hold it, or None."""
-        return SHARDED if self.composed.data_parallel.is_sharded or api.world_size() > api.data_parallel_size() else None
+        return (
+            SHARDED if self.composed.data_parallel.is_sharded or api.world_size() > api.data_parallel_size() else None
+        )
 
     def _follow(self) -> None:
         """Follow what the loop has added to the model and to the optimizer's groups."""

@@ -173,6 +173,7 @@ class HeldStep:
         iteration: Rounds of the run up to the step.
         num_saves: Calls of ``save_checkpoint`` in the attempt up to the step.
         positions: The positions in the datasets, which are the same on all ranks.
+        place: How often it was recorded again, after what a loop does between steps. Ranks are alike at the same place only.
     """
 
     id: StepId
@@ -180,6 +181,7 @@ class HeldStep:
     time_total_s: float = 0.0
     num_saves: int = 0
     positions: Mapping[str, Any] = field(default_factory=dict)
+    place: int = 0
 
 
 @dataclass(frozen=True)

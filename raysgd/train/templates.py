@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -477,11 +477,19 @@ class _Steps(Stepper):
     def save(self) -> None:
         self._engine.save_checkpoint(**self._progress(self.position, self._num_batches, self.metrics))
 
-    def complete_step(self) -> None:
+    def record(self, *, is_same_step: bool) -> None:
         if self._live is not None:
-            self._live.complete(partial(self._progress, copy(self.position), self._num_batches, self.metrics))
+            given = copy(self.position), self._num_batches, self.metrics, self._losses.copy(), self._rows.copy()
+            self._live.complete(partial(self._progress, *given), is_same_step=is_same_step)
 
-    def _progress(self, position: LoopPosition, num_batches: int, metrics: dict[str, Any]) -> dict[str, Any]:
+    def _progress(
+        self,
+        position: LoopPosition,
+        num_batches: int,
+        metrics: dict[str, Any],
+        losses: Sequence[torch.Tensor] = (),
+        rows: Sequence[int] = (),
+    ) -> dict[str, Any]:
         progress = {
             "position": asdict(position),
             "batches": num_batches,
@@ -489,6 +497,8 @@ class _Steps(Stepper):
             "rows_of_batch": self._rows_of_batch,
             "order": describe_order(self._loader),
             "metrics": metrics,
+            "losses": [float(loss) for loss in losses],
+            "rows": list(rows),
         }
         return {"progress": progress}
 
@@ -498,6 +508,7 @@ class _Steps(Stepper):
             return
         at = state["progress"]
         self.position, self.metrics = LoopPosition(**at["position"]), at["metrics"]
+        self._losses, self._rows = [torch.tensor(loss) for loss in at.get("losses", ())], list(at.get("rows", ()))
         if at["batches"]:
             check_order(at["order"], self._loader, self.position.epoch)
             # The order of the data does not depend on the number of workers: rows that were trained on are skipped.

@@ -25,7 +25,9 @@ travels_by_value(__name__)
 
 NUM_WORKERS = 3
 NUM_EPOCHS = 3
-EXAMPLES = [{"id": number, "x": np.random.default_rng(number).normal(size=4).astype(np.float32)} for number in range(50)]
+EXAMPLES = [
+    {"id": number, "x": np.random.default_rng(number).normal(size=4).astype(np.float32)} for number in range(50)
+]
 #: Collated in the middle of the second epoch by the worker that dies.
 DIES_AT = 31
 
@@ -61,7 +63,12 @@ def fit(deployer: Deployer, folder: Path, rank: int = -1, delay_s: float | None 
         params=params,
         optimizer=optax.adamw(0.03),
     )
-    given = {"train_examples": EXAMPLES, "per_device_batch_size": 2, "n_epochs": NUM_EPOCHS, "eval_examples": EXAMPLES[:9]}
+    given = {
+        "train_examples": EXAMPLES,
+        "per_device_batch_size": 2,
+        "n_epochs": NUM_EPOCHS,
+        "eval_examples": EXAMPLES[:9],
+    }
     return trainer.fit(**{**given, **settings})
 
 
@@ -91,7 +98,9 @@ def test_training_continues_from_the_memory_of_survivors(
 ) -> None:
     result = fit(deployer, tmp_path, rank, delay_s)
     second = events_of(result, "attempt_start")[1]
-    assert (second["checkpoint"], second["memory"]) == (None, None) and second["live"] is not None, events_of(result, "warning")
+    assert (second["checkpoint"], second["memory"]) == (None, None) and second["live"] is not None, events_of(
+        result, "warning"
+    )
     (continued,) = events_of(result, "continued")
     assert (continued["ranks"], continued["num_repeated"]) == ([rank], 1)
     assert result.history == calm.history

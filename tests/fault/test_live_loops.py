@@ -15,8 +15,8 @@ import pytest
 import raysgd
 from raysgd.declarative import load_args
 from raysgd.declarative.args import TrainerArgs, as_values
-from raysgd.declarative.reading import args_of
 from raysgd.declarative.checking import working_in
+from raysgd.declarative.reading import args_of
 from raysgd.declarative.strategies import engine_fields
 from raysgd.declarative.values import Importer
 from raysgd.engine.config import EngineConfig
@@ -172,7 +172,9 @@ def test_loop_continues_from_the_memory_of_survivors(
     config = {"values": values, "folder": str(tmp_path), "moment": moment}
     value, whole = trainer.run(train, config, callbacks=quiet()), calm[name]
     _, second = events_of(trainer, "attempt_start")
-    assert second["live"] is not None and (second["checkpoint"], second["memory"]) == (None, None), events_of(trainer, "warning")
+    assert second["live"] is not None and (second["checkpoint"], second["memory"]) == (None, None), events_of(
+        trainer, "warning"
+    )
     (continued,) = events_of(trainer, "continued")
     assert (continued["ranks"], continued["source"], continued["num_repeated"]) == ([1], 0, 1)
     assert (value["steps"], value["lr"]) == (whole["steps"], whole["lr"])

@@ -83,8 +83,9 @@ def choose_step(
     if not held:
         problems = (each.problem for each in reports.values() if each.problem is not None)
         return next(problems, "no rank is left that held the state of a complete step")
-    newest = max(held.values(), key=lambda each: (each.id, each.iteration))
-    holders = tuple(sorted(rank for rank, each in held.items() if each.id == newest.id))
+    newest = max(held.values(), key=lambda each: (each.id, each.place, each.iteration))
+    place = newest.id, newest.place
+    holders = tuple(sorted(rank for rank, each in held.items() if (each.id, each.place) == place))
     furthest = {rank: max((mark.step for mark in given), default=0) for rank, given in marks.items()}
     step = newest.id.step if newest.id.attempt == attempt else 0
     if (first := max(furthest.values(), default=0)) > step + 1:

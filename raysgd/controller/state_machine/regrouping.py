@@ -168,6 +168,8 @@ class Growth:
             is_at_once: The ranks leave wherever they are, rather than after the next save.
         """
         due = self._policy.grow_at()
+        if is_at_once and self._save_point.why == GROWS:
+            self._save_point.cancel()
         if running is None or due is None or self._save_point.why is not None:
             return False
         if is_bound_to_size:

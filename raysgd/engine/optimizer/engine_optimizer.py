@@ -84,7 +84,11 @@ class EngineOptimizer(Optimizer):
     def is_sharded(self) -> bool:
         """Whether ``state_dict`` of the model and of this optimizer lack a part of the state on this rank."""
         data_parallel = self._step.composed.data_parallel
-        return data_parallel.is_sharded or bool(data_parallel.shards.tensor_of) or api.world_size() > api.data_parallel_size()
+        return (
+            data_parallel.is_sharded
+            or bool(data_parallel.shards.tensor_of)
+            or api.world_size() > api.data_parallel_size()
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -105,6 +109,7 @@ class EngineOptimizer(Optimizer):
         if not self.is_complete:
             self._step.end_batch()
             return
+        self._step.share_buffers()  # ranks exchange nothing more once the changes have begun
         if self._step.take_gradients():
             self._update()
         self._step.finish()
@@ -145,6 +150,7 @@ class EngineOptimizer(Optimizer):
             handle.remove()
         if has_stepped:
             self._step.finish()
+            self._step.share_buffers()
         return found
 
     def _check_own_step(self, name: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from raysgd._util.logs import get_logger
 from raysgd.data.dataset import WorkerDataset
@@ -221,6 +222,7 @@ class Fitting(Stepper):
         self.position = LoopPosition(**progress["position"])
         self._sums = [float(each) for each in progress["sums"]]
         self._history = list(progress["history"])
+        self._metrics = dict(progress.get("metrics", {}))
         return False
 
     def _restore_batches(self, position: Position) -> None:
@@ -354,15 +356,20 @@ class Fitting(Stepper):
         metrics = {} if self.position.epoch_steps else self._metrics  # those of the epoch, once it has ended
         api.save_checkpoint({"train_state": state, "progress": progress}, metrics=metrics, all_ranks=True)
 
-    def complete_step(self) -> None:
+    def record(self, *, is_same_step: bool) -> None:
         if self._live is not None:
             of_step = copy(self.position), self._sums, self._history, self._data_position
-            self._live.complete(partial(self._state_after, self._state, self._unread, *of_step))
+            values = partial(self._state_after, self._state, self._unread, self._metrics, *of_step)
+            self._live.complete(values, is_same_step=is_same_step)
 
-    def _state_after(self, state: TrainState, unread: Any, at: LoopPosition, sums: list[float], *more: Any) -> Any:
-        """Return the state after a step as a checkpoint has it, in the memory of the host."""
+    def _state_after(
+        self, state: TrainState, unread: Any, shown: Mapping[str, Any], at: LoopPosition, sums: list[float], *more: Any
+    ) -> Any:
+        """Return the state after a step as a checkpoint has it, in the memory of the host, and what is reported of it."""
         arrays, metrics = fetch((state.state_dict(), unread))
-        return {"train_state": arrays, "progress": self._progress(at, _added(sums, metrics), *more)}
+        progress = self._progress(at, _added(sums, metrics), *more)
+        reported = {name: np.asarray(value) if hasattr(value, "dtype") else value for name, value in shown.items()}
+        return {"train_state": arrays, "progress": {**progress, "metrics": reported}}
 
     @property
     def _data_position(self) -> Position:

@@ -69,7 +69,9 @@ def why_not_kept(like: TrainState | None) -> str | None:
         return "each worker has a shard of the state, and those of a dead one are nowhere else"
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     if num_bytes > MAX_KEPT_BYTES:
-        return f"the state of {num_bytes >> 20} MiB is changed in place; up to {MAX_KEPT_BYTES >> 20} MiB are kept twice"
+        return (
+            f"the state of {num_bytes >> 20} MiB is changed in place; up to {MAX_KEPT_BYTES >> 20} MiB are kept twice"
+        )
     return None
 
 
