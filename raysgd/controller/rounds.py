@@ -211,7 +211,7 @@ class RoundMerger:
     def __init__(self, reduce: Reduce | None = None) -> None:
         self._reduce = dict(reduce or {})
         self._rounds = RoundCount()
-        self._attempt = 0
+        self._attempt = self._number = 0
         self._world_size = 0
         self._workers_per_replica = 1
         self._iteration = 0
@@ -224,6 +224,8 @@ class RoundMerger:
         """Return the results that ``frame`` completes."""
         self._rounds.feed(frame)
         if frame.kind == frames.ATTEMPT:
+            # Rounds that not all ranks reported count, too, if the attempt before is continued from memory.
+            yield from self._take(frame.data["iterations_before"])
             self._begin(frame)
         elif frame.kind == frames.REPORTS and frame.attempt == self._attempt:
             self._rows[frame.rank].extend(frame.decoded)
@@ -231,13 +233,19 @@ class RoundMerger:
         if frame.kind == frames.ATTEMPT_END:  # with the rounds to keep (None: all), also those that not all ranks made
             keep = frame.data.get("keep_rounds")
             until = math.inf if keep is None else self._iterations_before + keep
+        yield from self._take(until)
+        if frame.kind == frames.ATTEMPT_END:  # reports after it make no rounds
+            self._attempt = -1
+
+    def _take(self, until: float) -> Iterator[Result]:
+        """Return the results of further rounds."""
         while self._iteration < until and any(self._rows):  # again, if a rank that has left has fewer rows
             ranks = tuple(rank for rank, rows in enumerate(self._rows) if rows)
             queues = [self._rows[rank] for rank in ranks]
             count = int(min(until - self._iteration, *map(len, queues)))
             times = {rank: row[1] for rank, row in zip(*self._last_round, strict=True)}
             last = times.get(ranks[0], self._time_before_s)
-            automatic = {"world_size": self._world_size, "attempt": self._attempt}
+            automatic = {"world_size": self._world_size, "attempt": self._number}
             for iteration in range(self._iteration + 1, self._iteration + count + 1):
                 made = [queue.popleft() for queue in queues]
                 workers = [row[2] for row in made]
@@ -253,12 +261,9 @@ class RoundMerger:
                 self._iteration = iteration
                 self._last_round = (ranks, made)
                 yield result
-        if frame.kind == frames.ATTEMPT_END:  # reports after it make no rounds
-            self._rows.clear()
-            self._attempt = -1
 
     def _begin(self, frame: Frame) -> None:
-        self._attempt = frame.attempt
+        self._attempt = self._number = frame.attempt
         self._world_size = frame.data["world_size"]
         self._workers_per_replica = frame.data.get("workers_per_replica", 1)  # journals of earlier versions have none
         self._iterations_before = self._iteration = frame.data["iterations_before"]

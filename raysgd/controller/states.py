@@ -46,6 +46,7 @@ class Running:
         stopped: Ranks that left without returning, after a stop was requested.
         is_entered: Whether any rank has entered train_func.
         unsynchronized: Ranks that train a model of their own.
+        holding: Ranks that have a live state.
     """
 
     attempt: int
@@ -56,11 +57,17 @@ class Running:
     stopped: set[int] = field(default_factory=set)
     is_entered: bool = False
     unsynchronized: set[int] = field(default_factory=set)
+    holding: set[int] = field(default_factory=set)
 
     @property
     def has_all_ranks(self) -> bool:
         """Whether no rank has left."""
         return not self.stopped and len(self.active) == len(self.nodes)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all ranks may leave where they are, as the state of the newest step is in memory."""
+        return len(self.holding) == len(self.nodes)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -26,16 +28,17 @@ from raysgd.declarative.components import (
 )
 from raysgd.declarative.hooks import Hooks, TrainHook
 from raysgd.declarative.reductions import Reductions
-from raysgd.declarative.resuming import TrainStatus, check_interval, find_epoch_steps
+from raysgd.declarative.resuming import TrainStatus, as_numbers, check_interval, find_epoch_steps, progress_of
 from raysgd.declarative.values import Importer, naming
 from raysgd.engine.config import EngineConfig
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.session import api, rank_state
+from raysgd.session.live.state import LiveState
 from raysgd.torch.batches import are_same_batches, count_rows, digest, take_rows
 from raysgd.torch.devices import device, to_device
 from raysgd.torch.loader import PreparedLoader
-from raysgd.torch.rows import check_order, describe_order
+from raysgd.torch.rows import check_order
 from raysgd.train.loop import LoopSettings, Stepper
 from raysgd.train.loop import train as run_loop
 
@@ -94,6 +97,8 @@ class TrainingLoop(Stepper):
         self._epoch_generators: Any = None
         self._resumed: tuple[Any, Any] = (None, None)  # of the loader, and of the generators when the epoch began
         self._first_batches: list[bytes] | None = []  # hashes of them
+        self._live: LiveState | None = None
+        self._of_ranks: list[dict[str, Any]] = []  # what the live state has of each rank within this epoch
 
     @property
     def train_status(self) -> TrainStatus:
@@ -112,9 +117,10 @@ class TrainingLoop(Stepper):
     def _train(self) -> dict[str, Any]:
         self._load()
         self._call_at_start("after_setup", self, is_again=self.position.steps > 0)
-        settings = self._loop_settings()
-        if settings.is_over(self.position):
+        settings, at = self._loop_settings(), self.position
+        if settings.is_over(at) and not at.is_pending and (at.saved == at.steps or not settings.saves_last):
             return self._results()
+        self._live = self.engine.own_live_state(self._live_problem)
         self._call_at_start("on_train_start", self, is_again=self.position.steps > 0)
         self.model.train()
         run_loop(self, settings, api.should_stop)
@@ -126,7 +132,7 @@ class TrainingLoop(Stepper):
     def _results(self) -> dict[str, Any]:
         status = self.position
         return {
-            **_as_numbers(self._metrics),
+            **as_numbers(self._metrics),
             "finished_train_steps": status.finished_train_steps,
             "best_loss": status.best_loss,
         }
@@ -243,6 +249,9 @@ class TrainingLoop(Stepper):
         self._resumed = (None, None)
         self._call_at_start("on_epoch_start", self, epoch, is_again=status.epoch_steps > 0)
         self._epoch_generators = generators if status.epoch_steps else rank_state.capture_generators()
+        if self._live is not None:
+            is_needed = not batches.has_plain_order
+            self._of_ranks = api.gather({"raysgd_epoch_generators": self._epoch_generators}) if is_needed else []
         iterator = batches.start_epoch(epoch, status.epoch_steps * self._accumulation, state, generators)
         for group in self._groups(iterator):
             self._train_step(group)
@@ -374,7 +383,7 @@ class TrainingLoop(Stepper):
         if not hooks.has("before_log_train_metrics", "on_step_end"):
             self._log(self._metrics, "train")
             return
-        shown = {**_as_numbers(self._metrics), "loss": self._metrics["train_loss"]}
+        shown = {**as_numbers(self._metrics), "loss": self._metrics["train_loss"]}
         hooks.call("before_log_train_metrics", self, shown, self._aggregated)
         self._metrics = {name: value for name, value in shown.items() if name != "loss"}
         self._log(self._metrics, "train")
@@ -513,18 +522,10 @@ class TrainingLoop(Stepper):
                 own["raysgd_epoch_generators"] = self._epoch_generators
             if batches.is_stateful:
                 own["raysgd_loader"] = batches.state_dict()
-        of_ranks = api.gather((own, _as_numbers(self._metrics)))
+        of_ranks = api.gather((own, as_numbers(self._metrics)))
         newest = of_ranks[0][1]  # times differ by rank, and any number of ranks can load only what is equal on all
-        args = self.train_args
-        interval = None if args.lr_scheduler is None else args.lr_scheduler.interval
-        more = {
-            "order": describe_order(batches.loader),
-            "lr_scheduler_interval": interval,
-            "train_status": asdict(status),
-            "batches": {"rows_per_step": args.rows_per_step, "rows_per_batch": args.micro_batch_size},
-            "newest_metrics": newest,
-            "of_ranks": [own for own, _ in of_ranks],
-        }
+        of_loop = status, newest, self._val_loss, [own for own, _ in of_ranks]
+        more = progress_of(self.train_args, batches.loader, *of_loop)
         metrics = {
             **newest,
             "loss": loss,
@@ -533,6 +534,20 @@ class TrainingLoop(Stepper):
             "step": status.steps,
         }
         self.engine.save_checkpoint(metrics=metrics, merged=settings.save_type == "merged", **more)
+
+    @property
+    def _live_problem(self) -> str | None:
+        """Why training cannot continue without a save, or None."""
+        if self._hooks.has("on_save_checkpoint"):
+            return "a hook adds values to each checkpoint, by on_save_checkpoint"
+        return "the loader's own position is known in checkpoints only" if self._training_data().is_stateful else None
+
+    def record(self, *, is_same_step: bool) -> None:
+        if self._live is not None:
+            of_ranks = self._of_ranks if self.position.epoch_steps else []
+            given = copy(self.position), self._metrics, self._val_loss, of_ranks or [{}] * self.world_size
+            values = partial(progress_of, self.train_args, self._training_data().loader, *given)
+            self._live.complete(values, is_same_step=is_same_step)
 
     def _ask_what_to_save(self) -> dict[str, Any]:
         """Return what hooks add to the state that is saved.
@@ -577,7 +592,7 @@ class TrainingLoop(Stepper):
             status.epoch_steps = find_epoch_steps(self.train_args, status, saved["batches"])
         self.position = status
         self._metrics = dict(saved["newest_metrics"])
-        self._val_loss = self._metrics.get("val_loss")  # a scheduler may follow it
+        self._val_loss = saved.get("val_loss", self._metrics.get("val_loss"))  # a scheduler may follow it
         of_ranks = saved["of_ranks"]
         is_same_size = len(of_ranks) == self.world_size
         own = of_ranks[self.rank] if is_same_size else of_ranks[0]
@@ -590,13 +605,8 @@ class TrainingLoop(Stepper):
 
     def _log(self, metrics: Mapping[str, Any], tag: str | None, step: int | None = None) -> None:
         for logger in self.loggers:
-            numbers = {name: value for name, value in _as_numbers(metrics).items() if name not in ("step", "epoch")}
+            numbers = {name: value for name, value in as_numbers(metrics).items() if name not in ("step", "epoch")}
             logger.log_metrics(numbers, self.position.steps if step is None else step, tag=tag)
-
-
-def _as_numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
-    """Return metrics without tensors; counts stay integers."""
-    return {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
 
 
 def _call_if_there(owner: Any, name: str) -> None:

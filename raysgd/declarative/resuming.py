@@ -6,10 +6,12 @@ Which checkpoint ``resume_from`` means is found in `raysgd.trainer.resume_from`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from raysgd.declarative.args import TrainerArgs
 from raysgd.errors import ConfigError
+from raysgd.torch.rows import describe_order
 from raysgd.train.loop import LoopPosition
 
 
@@ -27,6 +29,40 @@ class TrainStatus(LoopPosition):
     def finished_train_steps(self) -> int:
         """Optimizer steps that are done."""
         return self.steps
+
+
+def progress_of(
+    args: TrainerArgs,
+    loader: Any,
+    status: TrainStatus,
+    metrics: Mapping[str, Any],
+    val_loss: float | None,
+    of_ranks: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return what a checkpoint, or a live state, has in addition to the engine's state.
+
+    Args:
+        args: The training.
+        loader: Of the training data.
+        status: The progress.
+        metrics: Of the newest step.
+        val_loss: Of the newest validation.
+        of_ranks: What belongs to each rank alone.
+    """
+    return {
+        "order": describe_order(loader),
+        "lr_scheduler_interval": None if args.lr_scheduler is None else args.lr_scheduler.interval,
+        "train_status": asdict(status),
+        "batches": {"rows_per_step": args.rows_per_step, "rows_per_batch": args.micro_batch_size},
+        "newest_metrics": as_numbers(metrics),
+        "val_loss": val_loss,
+        "of_ranks": of_ranks,
+    }
+
+
+def as_numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
+    """Return metrics without tensors; counts stay integers."""
+    return {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
 
 
 def check_interval(args: TrainerArgs, before: str | None) -> None:

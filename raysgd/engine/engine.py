@@ -32,6 +32,7 @@ from raysgd.torch.meshes import mesh as make_mesh
 
 if TYPE_CHECKING:
     from raysgd.engine.planning.strategy_plan import Plan
+    from raysgd.session.live.state import LiveState
 
 
 class Engine:
@@ -293,6 +294,23 @@ class Engine:
         own.load(state)
         self._running().load(state["engine"].get("step"))
         return {name: value for name, value in state.items() if name not in SAVED_NAMES}
+
+    def live_parts(self) -> dict[str, Any]:
+        """Return what ``raysgd.live_state(engine=engine)`` holds.
+
+        Raises:
+            UsageError: It cannot hold the state; the text says why.
+        """
+        state = self._state()
+        if state.live_problem is not None:
+            raise UsageError(f"live_state(engine=...): {state.live_problem}. Leave it out: checkpoints are used.")
+        return state.live_parts()
+
+    def own_live_state(self, problem: str | None) -> LiveState | None:
+        """Return the live state of a loop of raysgd; see `raysgd.session.base.Session.own_live_state`."""
+        state = self._state()
+        problem = state.live_problem or problem
+        return context.acting().own_live_state({} if problem else state.live_parts(), problem=problem)
 
     def _running(self) -> Step:
         if self._step is None:

@@ -7,8 +7,9 @@ model without strategies, and numbered as in the user's optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from raysgd.torch.restoring import restore
 _logger = get_logger()
 #: The names under which the engine saves its parts.
 SAVED_NAMES = ("model", "optimizer", "lr_scheduler", "engine")
+#: Why there is no live state.
+SHARDED = "each worker has a shard of the state, and those of a dead one are nowhere else"
 
 
 @dataclass(frozen=True)
@@ -47,19 +50,37 @@ class EngineState:
         """Return the state, with tensors as this rank has them."""
         composed = self.composed
         self._follow()
-        engine: dict[str, Any] = {
-            "loss_scale": self.loss_scale.state_dict(),
-            "tied": composed.tied,
-            "given": self._given(),
-        }
+        engine = self.own_values(self.loss_scale.state_dict())
         state = {"model": unwrap(composed.model).state_dict(), "engine": engine}
         if self.optimizer is not None and composed.numbers is not None:
             state["optimizer"] = composed.numbers.state_of(self.optimizer.inner)
-            composed.data_parallel.shards.take_parameters()
-            engine["masters"] = self._masters()
         if self.schedule is not None:
             state["lr_scheduler"] = self.schedule.scheduler.state_dict()
         return state
+
+    def own_values(self, loss_scale: Any) -> dict[str, Any]:
+        """Return the engine's own part of the state, with this state of the loss scale."""
+        engine: dict[str, Any] = {"loss_scale": loss_scale, "tied": self.composed.tied, "given": self._given()}
+        if self.optimizer is not None and self.composed.numbers is not None:
+            self.composed.data_parallel.shards.take_parameters()
+            engine["masters"] = self._masters()
+        return engine
+
+    def live_parts(self) -> dict[str, Any]:
+        """Return what a live state holds, under the names of `save`."""
+        parts: dict[str, Any] = {"model": unwrap(self.composed.model), "engine": _LiveEngine(self)}
+        if self.optimizer is not None:
+            parts["optimizer"] = _LiveOptimizer(self)
+        if self.schedule is not None:
+            parts["lr_scheduler"] = self.schedule.scheduler
+        return parts
+
+    @property
+    def live_problem(self) -> str | None:
+        """Why a live state cannot hold it, or None."""
+        return (
+            SHARDED if self.composed.data_parallel.is_sharded or api.world_size() > api.data_parallel_size() else None
+        )
 
     def _follow(self) -> None:
         """Follow what the loop has added to the model and to the optimizer's groups."""
@@ -150,6 +171,40 @@ class EngineState:
             for name, parameter in unwrap(self.composed.model).named_parameters()
             if parameter in tensors and tensors[parameter].dtype != parameter.dtype
         }
+
+
+class _LiveOptimizer:
+    """The optimizer of a live state, whose parameters have the numbers of a checkpoint."""
+
+    def __init__(self, of: EngineState) -> None:
+        assert of.optimizer is not None
+        self._of, self._inner = of, of.optimizer.inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._inner.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self._inner.state
+
+    def state_dict(self) -> dict[str, Any]:
+        self._of._follow()
+        assert self._of.composed.numbers is not None
+        return self._of.composed.numbers.state_of(self._inner)
+
+
+class _LiveEngine:
+    """The engine's own part of a live state."""
+
+    def __init__(self, of: EngineState) -> None:
+        self._of = of
+
+    def live_tensors(self) -> Iterable[torch.Tensor]:
+        return self._of.composed.data_parallel.shards.tensor_of.values()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        return partial(self._of.own_values, self._of.loss_scale.state_dict())
 
 
 def _reshaped(saved: Mapping[str, Any], own: Mapping[str, Any]) -> set[str]:

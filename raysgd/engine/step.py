@@ -456,7 +456,6 @@ class Step:
         self.batches.end_step()
         # If the loop keeps the gradients, those of the next pass are added.
         self._weight, self._num_pipelined = 0.0, 0
-        self.share_buffers()
 
     def share_buffers(self) -> None:
         """Give all replicas the buffers of the first one. All ranks call it."""

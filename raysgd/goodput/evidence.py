@@ -146,7 +146,7 @@ class Evidence:
 
     @classmethod
     def of(cls, events: Sequence[Event], until: float = 0.0) -> Evidence:
-        """Collect what the events of a run say, oldest first; of a live run, count the time up to a moment (s since the epoch)."""
+        """Collect what events say, oldest first; of a live run, count its time up to a moment (s since the epoch)."""
         nodes: dict[int, str] = {}
         readings, newest = Readings(), Readings()
         savings: list[Saving] = []

@@ -179,6 +179,18 @@ class Session(ABC):
 
         return LiveState(None, objects)
 
+    def own_live_state(
+        self, objects: Mapping[str, Any], *, has_own_state: bool = True, problem: str | None = None
+    ) -> LiveState | None:
+        """Return the live state of a loop of raysgd; None if train_func has one, or nothing would continue from it.
+
+        Args:
+            objects: As for `raysgd.session.live.state.LiveState`.
+            has_own_state: As there.
+            problem: Why the loop cannot have one; None if it can. It is in the warning after a death.
+        """
+        return None
+
     def check_savable(self) -> None:
         """Raise if a state that is saved now would lack something."""
         for reference in self.save_checks:

@@ -200,6 +200,7 @@ class HeldStep:
         positions: The positions in the datasets, which are the same on all ranks.
         piece: The piece of the state, as in ``pieces``.
         pieces: The piece of each rank, named by the first rank that holds it; empty if each rank holds the whole state.
+        place: How often it was recorded again, after what a loop does between steps. Ranks are alike at the same place only.
     """
 
     id: StepId
@@ -209,6 +210,7 @@ class HeldStep:
     positions: Mapping[str, Any] = field(default_factory=dict)
     piece: int = 0
     pieces: tuple[int, ...] = ()
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,7 @@ class LiveReport:
         marks: Its last marks, oldest first.
         held: The step that it holds; None if its state was being changed when it left train_func.
         endpoint: Where other workers can copy the state from.
+        problem: Why its loop, one of raysgd, has no live state.
     """
 
     rank: int
@@ -228,11 +231,17 @@ class LiveReport:
     marks: tuple[Mark, ...] = ()
     held: HeldStep | None = None
     endpoint: Endpoint | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class HoldsState:
+    """The rank has a live state, whose first step in this attempt is complete."""
 
 
 @dataclass(frozen=True)
 class Marked:
-    """The last marks of a rank whose process died, oldest first."""
+    """The last marks of a rank that has left, or whose process died, oldest first."""
 
     marks: tuple[Mark, ...]
 
@@ -336,6 +345,7 @@ WorkerEvent = (
     | PartHeld
     | HoldFailed
     | StartUnusable
+    | HoldsState
     | Marked
     | AtSavePoint
     | Sample

@@ -25,7 +25,7 @@ from raysgd.session import rank_state
 from raysgd.session.base import Identity, Session
 from raysgd.session.context import OUTLIVED
 from raysgd.session.event_queue import EventQueue
-from raysgd.session.events import HeldStep, Mark, Saved, StartUnusable, StepId
+from raysgd.session.events import HeldStep, HoldsState, Mark, Saved, StartUnusable, StepId
 from raysgd.session.gates import SaveGate, StopGate
 from raysgd.session.generators import GeneratorText
 from raysgd.session.live.state import LiveState
@@ -84,7 +84,8 @@ class WorkerSession(Session):
         stop_gate: Where this rank finds the stop that all ranks agreed on.
         save_gate: Where it waits for the save that all ranks leave after.
         expects_save: train_func has asked for a checkpoint to continue from, so it probably saves some.
-        live: What ``live_state`` has returned, if it was called.
+        live: What ``live_state`` has returned, if it was called; or that of a loop of raysgd.
+        live_problem: Why a loop of raysgd has none.
         was_settled: The marks of the attempts before were settled, see `raysgd.session.events.Mark`.
     """
 
@@ -115,9 +116,11 @@ class WorkerSession(Session):
     ) -> None:
         self.iterations_before = iterations_before
         self.live: LiveState | None = None
+        self.live_problem: str | None = None
         self.send_mark = send_mark
         self._release_start = release_start
         self.was_settled = was_settled
+        self._is_state_announced = False
         self._generator_text = GeneratorText()
         self.expects_save = False
         super().__init__(
@@ -253,6 +256,16 @@ class WorkerSession(Session):
         self.live = LiveState(self, objects)
         return self.live
 
+    def own_live_state(
+        self, objects: Mapping[str, Any], *, has_own_state: bool = True, problem: str | None = None
+    ) -> LiveState | None:
+        if self.live is not None or self.logical is not None:
+            return None
+        self.live_problem = problem
+        if problem is None:
+            self.live = LiveState(self, objects, has_own_state=has_own_state)
+        return self.live
+
     def list_checkpoints(self) -> list[Checkpoint]:
         self.check_live()
         index, self._num_lists = self._num_lists, self._num_lists + 1
@@ -343,13 +356,19 @@ class WorkerSession(Session):
             self._writer.save(call, state, small, allow_pickle=False, shared_by=self.world_size)
         self._event_queue.put(Saved(call, self.num_reports, seconds, True, False, False, None))
 
-    def on_complete_step(self) -> None:
-        """A step is complete: no rank needs the state any more that this attempt started from.
+    def on_complete_step(self, *, needs_start: bool) -> None:
+        """A step is complete.
+
+        Args:
+            needs_start: Some rank may still need the state that this attempt started from.
 
         Raises:
             AttemptEnded: The attempt is over.
         """
-        self._release_start()
+        if not needs_start and not self._is_state_announced:
+            self._is_state_announced = True
+            self._release_start()
+            self._event_queue.put(HoldsState(), urgent=True)
         self.progress.mark("live_state")
         self.check_live()
 

@@ -24,6 +24,7 @@ class LoopPosition:
         validated: The step after which the newest validation ran.
         reported: The step of the newest report; -1 if there is more to report of it.
         saved: The step after which the newest checkpoint was saved.
+        is_pending: The validation, report and checkpoint that are due after the newest step are still to come.
     """
 
     epoch: int = 0
@@ -32,6 +33,7 @@ class LoopPosition:
     validated: int = -1
     reported: int = -1
     saved: int = -1
+    is_pending: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,14 @@ class Stepper(ABC):
         """Return whether the newest step was the last of its epoch; False if that is not known before the epoch has ended."""
         return False
 
-    def after_step(self) -> None:  # noqa: B027 - most have nothing to do here
+    def record(self, *, is_same_step: bool) -> None:  # noqa: B027 - most have nothing to do here
+        """Record a place from which training may continue by `raysgd.session.live`.
+
+        Args:
+            is_same_step: It is recorded again, after what was due after the step.
+        """
+
+    def after_step(self) -> None:  # noqa: B027
         """Called when a step is made and counted, before its validation."""
 
     def end_step(self) -> None:  # noqa: B027
@@ -125,12 +134,20 @@ def train(stepper: Stepper, settings: LoopSettings, should_stop: Callable[[], bo
         ConfigError: An epoch has no step.
     """
     at, due, is_stopping = stepper.position, _Due(stepper, settings), False
+    if at.is_pending:  # training continues from where the step was made
+        is_epoch_over = stepper.is_epoch_over()
+        due.after_step(is_epoch_over=is_epoch_over)
+        if is_epoch_over and settings.has_all_steps(at):
+            due.after_epoch()
     steps: Iterator[None] = iter(())  # of the epoch; named, since data that is left early must be open when it is saved
     while not settings.is_over(at) and not is_stopping:
         steps = stepper.train_epoch()
         for _ in steps:
             at.steps, at.epoch_steps = at.steps + 1, at.epoch_steps + 1
             is_epoch_over = stepper.is_epoch_over()
+            stepper.after_step()
+            at.is_pending = True
+            stepper.record(is_same_step=False)  # before ranks exchange anything again
             due.after_step(is_epoch_over=is_epoch_over)
             is_stopping = should_stop()  # all ranks find it at the same step, as they ask at each
             if is_stopping or settings.has_all_steps(at):
@@ -153,14 +170,15 @@ class _Due:
 
     def after_step(self, *, is_epoch_over: bool) -> None:
         settings, at = self._settings, self._at
-        self._stepper.after_step()
         if settings.validates(at, is_epoch_over=is_epoch_over):
             self._validate()
         self._stepper.end_step()
         if is_epoch_over or at.validated == at.steps or _divides(settings.report_every, at.steps):
             self._report()
-        if _divides(settings.save_every, at.steps) and not is_epoch_over:  # else once the epoch has ended
-            self.save()
+        if not is_epoch_over:  # else once the epoch has ended
+            if _divides(settings.save_every, at.steps):
+                self.save()
+            self._record()
 
     def after_epoch(self) -> None:
         settings, at = self._settings, self._at
@@ -175,13 +193,18 @@ class _Due:
         if is_due or _divides(settings.save_every_epochs, at.epoch):
             self.save()
         self._stepper.after_epoch(at.epoch - 1)
+        self._record()
 
     def save(self) -> None:
         if self._settings.validates_before_saving:
             self._validate()
         self._report()  # so that a resumed training reports what an uninterrupted one does
-        self._at.saved = self._at.steps
+        self._at.saved, self._at.is_pending = self._at.steps, False
         self._stepper.save()
+
+    def _record(self) -> None:
+        self._at.is_pending = False
+        self._stepper.record(is_same_step=True)
 
     def _validate(self) -> None:
         if self._at.validated != self._at.steps:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -394,6 +396,7 @@ class _Steps(Stepper):
         self.metrics: dict[str, Any] = {}
         self._found: dict[str, Any] = {}  # by an evaluation, since the last report
         self._load()
+        self._live = self._engine.own_live_state(None)
 
     def loop_settings(self) -> LoopSettings:
         settings, evaluates = self._settings, self._evaluation is not None
@@ -472,15 +475,32 @@ class _Steps(Stepper):
         return getattr(batches, "size", None) or (own and own * api.data_parallel_size())
 
     def save(self) -> None:
+        self._engine.save_checkpoint(**self._progress(self.position, self._num_batches, self.metrics))
+
+    def record(self, *, is_same_step: bool) -> None:
+        if self._live is not None:
+            given = copy(self.position), self._num_batches, self.metrics, self._losses.copy(), self._rows.copy()
+            self._live.complete(partial(self._progress, *given), is_same_step=is_same_step)
+
+    def _progress(
+        self,
+        position: LoopPosition,
+        num_batches: int,
+        metrics: dict[str, Any],
+        losses: Sequence[torch.Tensor] = (),
+        rows: Sequence[int] = (),
+    ) -> dict[str, Any]:
         progress = {
-            "position": asdict(self.position),
-            "batches": self._num_batches,
+            "position": asdict(position),
+            "batches": num_batches,
             "copies": api.data_parallel_size(),
             "rows_of_batch": self._rows_of_batch,
             "order": describe_order(self._loader),
-            "metrics": self.metrics,
+            "metrics": metrics,
+            "losses": [float(loss) for loss in losses],
+            "rows": list(rows),
         }
-        self._engine.save_checkpoint(progress=progress)
+        return {"progress": progress}
 
     def _load(self) -> None:
         state = self._engine.load_checkpoint()
@@ -488,6 +508,7 @@ class _Steps(Stepper):
             return
         at = state["progress"]
         self.position, self.metrics = LoopPosition(**at["position"]), at["metrics"]
+        self._losses, self._rows = [torch.tensor(loss) for loss in at.get("losses", ())], list(at.get("rows", ()))
         if at["batches"]:
             check_order(at["order"], self._loader, self.position.epoch)
             # The order of the data does not depend on the number of workers: rows that were trained on are skipped.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import raysgd
 from raysgd.session import context
 from support.row_log import rows_that_count
-from support.runs import events_of, make_trainer, once, quiet, travels_by_value
+from support.runs import events_of, latest_run, make_trainer, once, quiet, travels_by_value
 
 pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
 travels_by_value(__name__)
@@ -27,7 +28,10 @@ DIES_AT = 7
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
-    """Train a model with dropout and batch norm; one rank dies once, at a moment of step `DIES_AT`."""
+    """Train a model with dropout and batch norm; one rank dies once, at a moment of step `DIES_AT`.
+
+    The steps in ``waits`` wait until a group of this size has continued.
+    """
     import torch
 
     torch.manual_seed(0)
@@ -41,13 +45,14 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     if state is not None:
         live.load_state_dict(state)
         step = state["step"]
+        Path(config["folder"], f"continued-{raysgd.world_size()}").touch()
 
     def die(moment: str) -> None:
         """Die if this is the moment; rank None: all ranks die, each once."""
         rank = raysgd.world_rank()
         is_due = moment == config["moment"] and step == DIES_AT - 1 and config["rank"] in (None, rank)
         if is_due and once(config["folder"], f"died-{rank}"):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), config.get("signal", signal.SIGKILL))
 
     model[0].weight.register_hook(lambda grad: die("in the backward pass"))
     optimizer.register_step_pre_hook(lambda *args: die("before the optimizer's step"))
@@ -59,6 +64,9 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
             with log.open("a") as file:
                 file.writelines(f"{step + 1} {epoch} {row}\n" for row in batch["row"].tolist())
             die("before the forward pass")
+            size = config.get("waits", {}).get(step + 1)
+            while size is not None and not Path(config["folder"], f"continued-{size}").exists():
+                time.sleep(0.01)
             loss = (model(batch["x"].float()) - batch["row"][:, None]).square().mean()
             die("after the forward pass")
             loss.backward()
@@ -132,17 +140,38 @@ def test_run_continues_from_the_memory_of_survivors(
     check_rows(tmp_path)
 
 
-def test_smaller_group_continues_from_the_memory_of_survivors(ray_cluster: Any, tmp_path: Path) -> None:
-    """Without a spare an elastic group shrinks: each row counts once, and nothing is read from storage."""
+@pytest.mark.parametrize(("sent", "num_failures"), [(signal.SIGKILL, 1), (signal.SIGTERM, 0)], ids=["death", "notice"])
+def test_group_shrinks_and_grows_back_without_a_save(
+    ray_cluster: Any, tmp_path: Path, sent: signal.Signals, num_failures: int
+) -> None:
+    """Each row counts once, each step is reported once, and nothing is read from storage."""
     folder = tmp_path / "log"
     folder.mkdir()
     failure = raysgd.FailureConfig(max_failures=1)
     with make_trainer(tmp_path / "runs", (2, 3), "torch", failure_config=failure, seed=3) as trainer:
-        config = {"moment": "in the backward pass", "rank": 1, "folder": str(folder)}
-        trainer.run(train, config, dataset=data(), callbacks=quiet())
+        moment = "in the backward pass" if num_failures else "after the optimizer's step"
+        config = {"moment": moment, "rank": 1, "folder": str(folder), "signal": sent}
+        config["waits"] = {12: 3} if num_failures else {DIES_AT + 1: 2, 12: 3}
+        value = trainer.run(train, config, dataset=data(), callbacks=quiet())
         attempts = [(each["world_size"], each["live"]) for each in events_of(trainer, "attempt_start")]
-    assert attempts[:2] == [(3, None), (2, [1, DIES_AT - 1])]
+        assert len(events_of(trainer, "failure")) == num_failures
+        steps = latest_run(trainer).metrics["step"].tolist()
+    shrunk_at = DIES_AT - num_failures
+    assert attempts == [(3, None), (2, [1, shrunk_at]), (3, [2, 11 - shrunk_at])]
+    assert steps == list(range(1, value["step"] + 1))
     check_rows(folder)
+
+
+def test_spare_takes_the_place_of_a_preempted_worker_without_a_save(
+    trainer: raysgd.Trainer, calm: dict[str, Any], tmp_path: Path
+) -> None:
+    config = {"moment": "after the forward pass", "rank": 1, "folder": str(tmp_path), "signal": signal.SIGTERM}
+    config["waits"] = {DIES_AT + 1: NUM_WORKERS}
+    value = trainer.run(train, config, dataset=data(), callbacks=quiet())
+    assert [each["live"] for each in events_of(trainer, "attempt_start")] == [None, [1, DIES_AT]]
+    assert not events_of(trainer, "failure")
+    for name, tensor in calm["tensors"].items():
+        assert np.array_equal(tensor, value["tensors"][name]), f"{name} differs"
 
 
 def test_run_continues_from_a_checkpoint_if_no_rank_is_left(trainer: raysgd.Trainer, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Loop:
         self.change()
 
     def is_complete(self, number: int) -> bool:
-        """Whether `raysgd.session.live.LiveState.step` follows the batch."""
+        """Whether `raysgd.session.live.state.LiveState.step` follows the batch."""
         return True
 
     def resume(self, live: Any, state: Any) -> None:

@@ -585,7 +585,7 @@ def test_hyperparameters_that_the_program_gives_differently_count(mlp: Any) -> N
     state.opt_state[1].hyperparams["weight_decay"] = (
         state.opt_state[1].hyperparams["weight_decay"] * 2
     )  # as a loop does
-    saved, given = state.state_dict(), first.given_hyperparameters()
+    saved, given = state.state_dict(), first.given_hyperparameters
     moments = np.asarray(jax.tree.leaves(state.opt_state[1].inner_state)[1])
 
     assert settings_of(steps_with(0.1, 0.01).restore_state(saved, given)) == pytest.approx((0.1, 0.02))
@@ -598,4 +598,4 @@ def test_hyperparameters_that_the_program_gives_differently_count(mlp: Any) -> N
 
 
 def test_optimizer_without_injected_settings_has_no_hyperparameters(mlp: Any) -> None:
-    assert steps_for(mlp, loss_fn=mean_loss, optimizer=optax.adamw(0.1)).given_hyperparameters() == {}
+    assert steps_for(mlp, loss_fn=mean_loss, optimizer=optax.adamw(0.1)).given_hyperparameters == {}

@@ -43,8 +43,13 @@ class Training:
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=fused)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
-        objects = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        self.live: LiveState = self.session.live_state(objects)
+        self.live: LiveState = self.session.live_state({})
+        self.hold(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
+
+    def hold(self, **objects: Any) -> None:
+        self.live.close()
+        self.session.live = None
+        self.live = self.session.live_state(objects)
 
     def forward(self) -> torch.Tensor:
         loss: torch.Tensor = self.model(torch.randn(4, 3)).square().sum()
@@ -214,7 +219,7 @@ class Replacing(torch.optim.SGD):
 def test_state_is_taken_whatever_an_optimizer_makes_anew() -> None:
     training = Training()
     training.optimizer = Replacing(training.model.parameters(), lr=0.1)  # type: ignore[assignment]
-    training.live._objects["optimizer"] = training.optimizer
+    training.hold(model=training.model, optimizer=training.optimizer, scheduler=training.scheduler)
     training.step(5)
     expected = copy.deepcopy(training.live.state_dict())
     training.forward().backward()
@@ -252,7 +257,7 @@ def test_first_batch_that_changes_nothing_is_no_step_either() -> None:
 
 def test_state_without_tensors_is_recorded_in_each_step() -> None:
     training = Training()
-    training.live._objects = {"scheduler": training.scheduler}
+    training.hold(scheduler=training.scheduler)
     training.live.step(step=1)
     training.live.step(step=2)
     kept = training.live.take()

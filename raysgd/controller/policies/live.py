@@ -122,10 +122,11 @@ def choose_step(
     held = {rank: report.held for rank, report in reports.items() if report.held is not None}
     held = {rank: each for rank, each in held.items() if each.id.attempt == attempt or each.id in known}
     if not held:
-        return "no rank is left that held the state of a complete step"
+        reasons = (each.problem for each in reports.values() if each.problem is not None)
+        return next(reasons, "no rank is left that held the state of a complete step")
     problems = []
-    for step_id in sorted({each.id for each in held.values()}, reverse=True):
-        of_step = {rank: each for rank, each in held.items() if each.id == step_id}
+    for moment in sorted({(each.id, each.place) for each in held.values()}, reverse=True):
+        of_step = {rank: each for rank, each in held.items() if (each.id, each.place) == moment}
         found = _choose(of_step, attempt, marks, start, old_size=old_size, new_size=new_size)
         if isinstance(found, LiveStart):
             sources = {of_step[rank].piece: (rank, reports[rank].endpoint) for rank in sorted(of_step, reverse=True)}

@@ -1,8 +1,8 @@
 """Why all ranks leave an attempt for another group, and where they leave it. Pure: parts of the run's state machine.
 
 There are three reasons: an elastic group grows (`Growth`), workers are preempted (`Preemption`), the run is paused
-(`Pause`). All ranks leave at the same save, once its checkpoint is committed (`SavePoint`). `Continuation` says how training
-continued from the memory of survivors.
+(`Pause`). All ranks leave at the same save, once its checkpoint is committed (`SavePoint`). For the first two reasons they leave
+at once, wherever they are, if they have a live state. `Continuation` says how training continued from the memory of ranks.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ REACH_S = 2.0
 AGAIN_S = 1.0
 #: Seconds of a node's remaining time that are kept for leaving the attempt and for writing what was saved.
 LEAVE_S = 5.0
+
+#: Seconds until ranks leave for preempted ones with what they hold in memory: all may be preempted, one after the other, and then
+#: the state must be saved.
+MORE_S = 1.0
 
 #: The reason for a growth.
 GROWS = "the group grows"
@@ -164,6 +168,8 @@ class Growth:
             is_at_once: The ranks leave wherever they are, rather than after the next save.
         """
         due = self._policy.grow_at()
+        if is_at_once and self._save_point.why == GROWS:
+            self._save_point.cancel()
         if running is None or due is None or self._save_point.why is not None:
             return False
         if is_bound_to_size:
@@ -223,12 +229,17 @@ class Preemption:
         return bool(new)
 
     def ask_to_leave(self, running: Running, within_s: float | None) -> None:
-        """Ask all ranks to leave. The attempt is ended if they have not left in time; ``within_s``: the node's time."""
-        if not self._is_stop_requested:
+        """Ask all ranks to leave. The attempt is ended if they have not left in time; ``within_s``: the node's time.
+
+        If ranks that are not preempted hold the state in memory, the attempt is ended without asking.
+        """
+        delay_s = self._grace_s if within_s is None else max(0.0, within_s - LEAVE_S)
+        if running.is_held and len(self._ranks) < len(running.nodes):
+            delay_s = min(delay_s, MORE_S)
+        elif not self._is_stop_requested:
             self._is_stop_requested = True
             self._emit(c.RequestStop(running.attempt, ends_reports=False))
             self._save_point.request(running, self.why)
-        delay_s = self._grace_s if within_s is None else max(0.0, within_s - LEAVE_S)
         self._emit(c.SetTimer("preemption", running.serial, delay_s))
 
     def on_returned(self, *, saw_stop: bool) -> None:

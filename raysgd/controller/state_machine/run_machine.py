@@ -211,8 +211,8 @@ class RunMachine:
         self._save_point.request(self.state, self.pause.why)
         data: dict[str, Any] = {"attempt": attempt, "world_size": world_size, "iterations_before": start.iteration}
         data["time_before_s"] = start.time_total_s
-        per_replica = {"workers_per_replica": self._plan.workers_per_replica}
-        self._emit(c.EmitFrame(frames.ATTEMPT, attempt, data={**data, **per_replica}))
+        of_frame = data | {"workers_per_replica": self._plan.workers_per_replica}
+        self._emit(c.EmitFrame(frames.ATTEMPT, attempt, data=of_frame))
         self._emit(c.RecordEvent("attempt_start", {**data, **start.place}))
         self._continuation.begin(start.live or start.copied, world_size)
         self._emit(c.StartAttempt(attempt, start, first_number))
@@ -264,6 +264,10 @@ class RunMachine:
                 self._continuation.on_entered(rank)
                 data = {"rank": rank, "attempt": running.attempt, "timestamp": event.timestamp}
                 self._emit(c.RecordEvent("entered", data | e.describe_output(event.output)))
+            case e.HoldsState():
+                running.holding.add(rank)
+                if running.is_held:
+                    self._on_grow(running)
             case e.Left():
                 data = {"rank": rank, "attempt": running.attempt, "steps": event.steps, "uses": event.uses}
                 self._emit(c.RecordEvent("left", data | event.work | e.describe_output(event.output)))
@@ -280,8 +284,7 @@ class RunMachine:
         self._emit(c.EmitFrame(frames.RANK_DONE, running.attempt, rank))
         running.stopped.add(rank)
         if len(running.stopped) == 1:  # the others may wait for it in a collective
-            ranks = tuple(sorted(running.active))
-            self._emit(c.EndAttempt(running.attempt, ranks, "the run was asked to stop"))
+            self._emit(c.EndAttempt(running.attempt, tuple(sorted(running.active)), "the run was asked to stop"))
             self._start_grace(running)
 
     def _on_failed(self, running: Running, rank: int, failed: e.Failed) -> None:
@@ -460,8 +463,8 @@ class RunMachine:
         self.state.is_decided = True
 
     def _leave_at_save_point(self, running: Running) -> None:
-        is_growth = self._preemption.why is None and not self.pause.is_requested and self._stop_reason is None
-        if self.checkpoints.is_bound_to_size and is_growth:
+        is_other = self._preemption.why or self.pause.is_requested or self._stop_reason is not None
+        if self.checkpoints.is_bound_to_size and not is_other:
             self._save_point.cancel()
             self._growth.refuse()
         else:
@@ -472,9 +475,8 @@ class RunMachine:
 
     def _kill_active(self, running: Running) -> None:
         """Kill the processes of ranks that did not leave the attempt in time."""
-        if not running.active:
+        if not (ranks := tuple(sorted(running.active))):
             return
-        ranks = tuple(sorted(running.active))
         if isinstance(self.state, Ending):
             self.state.killed |= running.active
         self._emit(c.warning(f"killed ranks {list(ranks)}: they did not leave their attempt in time"))
@@ -534,13 +536,12 @@ class RunMachine:
         elif self._growth.on_timeout(
             undisturbed,
             is_bound_to_size=self.checkpoints.is_bound_to_size,
-            is_at_once=self._plan.grows_without_save and not self.checkpoints.has_any,
+            is_at_once=running.is_held or (self._plan.grows_without_save and not self.checkpoints.has_any),
         ):
             self._regroup(running, GROWS, "resize")
 
     def _on_stop_requested(self, given: c.StopRequested) -> None:
-        state = self.state
-        outcome = given.outcome
+        state, outcome = self.state, given.outcome
         is_new = not (isinstance(state, (Closing, Closed)) or (isinstance(state, Ending) and state.preset is not None))
         if given.cancel and is_new:
             self._emit(c.RecordEvent("cancel", {"why": given.why}))  # a restarted controller reads it

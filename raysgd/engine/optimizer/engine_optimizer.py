@@ -81,6 +81,16 @@ class EngineOptimizer(Optimizer):
         return f"EngineOptimizer({self.inner!r})"
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether ``state_dict`` of the model and of this optimizer lack a part of the state on this rank."""
+        data_parallel = self._step.composed.data_parallel
+        return (
+            data_parallel.is_sharded
+            or bool(data_parallel.shards.tensor_of)
+            or api.world_size() > api.data_parallel_size()
+        )
+
+    @property
     def is_complete(self) -> bool:
         """Whether the gradients of a step are complete, so that the next call of `step` uses them."""
         return self._step.is_complete
@@ -99,6 +109,7 @@ class EngineOptimizer(Optimizer):
         if not self.is_complete:
             self._step.end_batch()
             return
+        self._step.share_buffers()  # ranks exchange nothing more once the changes have begun
         if self._step.take_gradients():
             self._update()
         self._step.finish()
@@ -139,6 +150,7 @@ class EngineOptimizer(Optimizer):
             handle.remove()
         if has_stepped:
             self._step.finish()
+            self._step.share_buffers()
         return found
 
     def _check_own_step(self, name: str) -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from raysgd._util.logs import get_logger
 from raysgd.data.dataset import WorkerDataset
@@ -26,8 +29,9 @@ from raysgd.functions.worker.batches import Agreement, BatchesByEpoch, ExampleBa
 from raysgd.functions.worker.evaluation import Predictions, compute_loss, predict, write_evaluation
 from raysgd.functions.worker.predicting import load_start, rows_on_all_devices
 from raysgd.functions.worker.steps import Steps, find_steps, mesh_of
-from raysgd.functions.worker.train_state import TrainState, cast
+from raysgd.functions.worker.train_state import TrainState, cast, fetch
 from raysgd.session import api, context, rank_state
+from raysgd.session.live.state import LiveState
 from raysgd.train.loop import LoopPosition, LoopSettings, Stepper
 from raysgd.train.loop import train as run_loop
 
@@ -63,6 +67,7 @@ class Fitting(Stepper):
         self._has_warned = self._saves = False
         self._metrics: dict[str, Any] = {}  # of the newest report
         self._found: tuple[dict[str, Any], Predictions] | None = None  # by the evaluation of the epoch
+        self._live: LiveState | None = None
 
     def run(self) -> dict[str, Any]:
         """Train.
@@ -86,6 +91,8 @@ class Fitting(Stepper):
         settings = self._settings
         if is_new and settings.eval_sanity_check and settings.has_eval:
             self._check_evaluation()
+        # Each rank reads all rows, and the numbers that collate_fn draws depend on them: all ranks have the same state.
+        self._live = context.current().own_live_state({}, has_own_state=False, problem=self._steps.live_problem)
         loop_settings = LoopSettings(
             epochs=None if settings.takes_epochs else settings.last_epoch,
             validate_every_epochs=1 if settings.has_eval else None,
@@ -210,9 +217,12 @@ class Fitting(Stepper):
             )
         if position is not None:
             self._restore_batches(Position.from_json(position, "train_examples"))
+        elif (position := progress.get("list_position")) is not None:
+            self._restore_batches(Position.from_json(position, TRAIN))
         self.position = LoopPosition(**progress["position"])
         self._sums = [float(each) for each in progress["sums"]]
         self._history = list(progress["history"])
+        self._metrics = dict(progress.get("metrics", {}))
         return False
 
     def _restore_batches(self, position: Position) -> None:
@@ -226,6 +236,8 @@ class Fitting(Stepper):
     def train_epoch(self) -> Iterator[None]:
         for batch in self._batches:
             placed, counts = place_for_loss(self._steps, batch, is_training=True), self._steps.num_compilations
+            if self._live is not None:
+                self._live.begin_step()
             before = counts["train"]
             self._state, metrics = self._steps.train(self._state, *placed)
             self._read_metrics()  # of the step before, so that the device has the next one to do
@@ -243,8 +255,8 @@ class Fitting(Stepper):
         metrics, self._unread = self._unread, None
         if metrics is None:
             return
-        loss, weight = float(metrics["loss"]), float(metrics["weight"])
-        self._sums = [self._sums[0] + loss * weight, self._sums[1] + weight]
+        loss = float(metrics["loss"])
+        self._sums = _added(self._sums, metrics)
         if not math.isfinite(loss) and not self._has_warned:
             self._has_warned = True
             if self._is_first:
@@ -336,17 +348,48 @@ class Fitting(Stepper):
     def save(self) -> None:
         self._read_metrics()
         state = self._state.state_dict()
+        progress = self._progress(self.position, self._sums, self._history, self._data_position)
         if not self._settings.save_opt_states:
             del state["opt_state"]
         if (name := self._settings.save_float_dtype) is not None:
             state["params"] = jax.tree.map(lambda array: cast(array, jnp.dtype(name)), state["params"])
-        progress: dict[str, Any] = {
-            "position": asdict(self.position),
-            "sums": self._sums,
-            "history": self._history,
-            "hyperparameters": self._steps.given_hyperparameters(),
-        }
-        if self._by_epoch is not None:
-            progress["train_position"] = self._by_epoch.position.to_json()
         metrics = {} if self.position.epoch_steps else self._metrics  # those of the epoch, once it has ended
         api.save_checkpoint({"train_state": state, "progress": progress}, metrics=metrics, all_ranks=True)
+
+    def record(self, *, is_same_step: bool) -> None:
+        if self._live is not None:
+            of_step = copy(self.position), self._sums, self._history, self._data_position
+            values = partial(self._state_after, self._state, self._unread, self._metrics, *of_step)
+            self._live.complete(values, is_same_step=is_same_step)
+
+    def _state_after(
+        self, state: TrainState, unread: Any, shown: Mapping[str, Any], at: LoopPosition, sums: list[float], *more: Any
+    ) -> Any:
+        """Return the state after a step as a checkpoint has it, in the memory of the host, and what is reported of it."""
+        arrays, metrics = fetch((state.state_dict(), unread))
+        progress = self._progress(at, _added(sums, metrics), *more)
+        reported = {name: np.asarray(value) if hasattr(value, "dtype") else value for name, value in shown.items()}
+        return {"train_state": arrays, "progress": {**progress, "metrics": reported}}
+
+    @property
+    def _data_position(self) -> Position:
+        return self._by_epoch.position if self._by_epoch is not None else api.get_dataset(TRAIN).whole_position
+
+    def _progress(
+        self, at: LoopPosition, sums: list[float], history: list[dict[str, Any]], data: Position
+    ) -> dict[str, Any]:
+        return {
+            "position": asdict(at),
+            "sums": sums,
+            "history": history,
+            "hyperparameters": self._steps.given_hyperparameters,
+            "list_position" if self._by_epoch is None else "train_position": data.to_json(),
+        }
+
+
+def _added(sums: list[float], metrics: Any) -> list[float]:
+    """Return the sums of the epoch with the loss and the weight of a step."""
+    if metrics is None:
+        return sums
+    loss, weight = float(metrics["loss"]), float(metrics["weight"])
+    return [sums[0] + loss * weight, sums[1] + weight]

@@ -41,6 +41,7 @@ from raysgd.functions.worker.train_state import (
     set_hyperparameters,
     set_schedule_step,
     state_like,
+    why_not_kept,
     with_plain_keys,
     zero_shardings,
 )
@@ -116,6 +117,8 @@ class Steps:
 
     Attributes:
         num_compilations: How often each step has been compiled, by name; since `find_steps` returned these steps.
+        live_problem: Why the state before a step is not kept until the next one is complete, by each process, so that training
+            could continue from it; None if it is, or if there is one process.
     """
 
     def __init__(
@@ -161,6 +164,8 @@ class Steps:
         self._others = jax.tree.map(lambda leaf: leaf.sharding, self._others_like)
         self._like = None if optimizer is None else state_like(mesh, plan, optimizer, apply_fn, self._others_like)
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self._like)
+        num_processes = len({device.process_index for device in mesh.devices.flat})
+        self.live_problem = None if num_processes == 1 else why_not_kept(self._like)
         self._own_step_fn = train_step_fn
         self._steps_per_update = steps_per_update
         self._is_loss_of_rows: dict[bool, bool] = {}
@@ -169,7 +174,7 @@ class Steps:
             "train",
             self._train_step if train_step_fn is None else self._own_train_step,
             num_parts=self._num_micro,
-            donate_argnums=0,
+            donate_argnums=0 if num_processes == 1 or self.live_problem else (),
             out_shardings=(self._shardings, self._replicated),
         )
         self._eval = self._compiled("eval_loss", self._eval_step, out_shardings=self._replicated)
@@ -215,8 +220,9 @@ class Steps:
         step = _placed(np.zeros((), np.int32), self._replicated)
         return TrainState(step, placed, self._init(placed, step), self._placed_key(rng), others, self._apply_fn)
 
+    @functools.cached_property
     def given_hyperparameters(self) -> dict[str, Any]:
-        """Return the settings that the program has given to `optax.inject_hyperparams`, by their place in the state."""
+        """The settings that the program has given to `optax.inject_hyperparams`, by their place in the state."""
         optimizer, shapes = self._optimizer, self.state_like.params
         if optimizer is None or not hyperparameters_of(self.state_like.opt_state):
             return {}
@@ -234,7 +240,7 @@ class Steps:
 
         Args:
             saved: What `TrainState.state_dict` returned.
-            given: The `given_hyperparameters` of the program that saved it. Those that this program gives differently count.
+            given: `given_hyperparameters` of the program that saved it. Those that this program gives differently count.
         """
         like = self.state_like
         wanted = {"step": like.step, "params": like.params, "rng": like.rng}
@@ -254,7 +260,7 @@ class Steps:
         elif given is not None:
             changed = {
                 name: value
-                for name, value in self.given_hyperparameters().items()
+                for name, value in self.given_hyperparameters.items()
                 if not np.array_equal(value, given.get(name, value))
             }
             own = hyperparameters_of(like.opt_state)
@@ -324,7 +330,7 @@ class Steps:
         """Apply one update.
 
         Args:
-            state: The state, whose memory is reused: it must not be used afterwards.
+            state: The state, whose memory may be reused: it must not be used afterwards, unless `live_problem` is None.
             batch: A tree of arrays from `place_batch`.
             num_counted: How many rows count, the first ones; the others are padding. None: all.
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from raysgd.functions.sharding import DATA_AXIS, MODEL_AXIS, ParameterSharding, ShardingPlan
 from raysgd.functions.trees import as_nested_dict, key_of
 from raysgd.jax.restoring import restore
+from raysgd.session.live.state import NotComputedError
 
 #: Bytes of an optimizer's state from which on it is sharded along the data axis. To gather the parameters after each update costs
 #: a collective for each one, which takes longer than the step of a small model.
 MIN_SHARDED_BYTES = 16 << 20
+#: Bytes of a state up to which a step leaves the one before in memory, so that training can continue from it.
+MAX_KEPT_BYTES = 256 << 20
+#: Seconds to wait for a step that has begun, when an attempt has ended.
+FETCH_S = 2.0
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +60,53 @@ class TrainState:
         `raysgd.jax.restore` makes a state of it again, on any mesh: ``restore(saved, like=steps.state_like)``.
         """
         return as_nested_dict(self)
+
+
+def why_not_kept(like: TrainState | None) -> str | None:
+    """Return why a process does not keep the whole state before each step, or None if it does."""
+    leaves = jax.tree.leaves(like)
+    if any(_num_own(leaf) < math.prod(leaf.shape) for leaf in leaves):
+        return "each worker has a shard of the state, and those of a dead one are nowhere else"
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    if num_bytes > MAX_KEPT_BYTES:
+        return (
+            f"the state of {num_bytes >> 20} MiB is changed in place; up to {MAX_KEPT_BYTES >> 20} MiB are kept twice"
+        )
+    return None
+
+
+def _num_own(leaf: Any) -> int:
+    """Return how many elements of an array the devices of this process have."""
+    pieces = {
+        tuple(each.indices(size)[:2] for each, size in zip(index, leaf.shape, strict=True))
+        for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+    }
+    return sum(math.prod(stop - start for start, stop in piece) for piece in pieces)
+
+
+def fetch(tree: Any) -> Any:
+    """Copy the arrays of a tree, of which this process has all, to the memory of the host.
+
+    Raises:
+        NotComputedError: The devices do not compute them, since a process has left.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    deadline = time.monotonic() + FETCH_S
+    try:
+        while not all(leaf.is_ready() for leaf in leaves):
+            if time.monotonic() > deadline:
+                raise NotComputedError
+            time.sleep(0.001)
+        return jax.tree.unflatten(structure, map(_fetched, leaves))
+    except (RuntimeError, ValueError) as error:  # of a collective, or the array's memory was reused
+        raise NotComputedError from error
+
+
+def _fetched(array: Any) -> Any:
+    whole = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        whole[shard.index] = shard.data
+    return whole
 
 
 @jax.tree_util.register_dataclass

@@ -63,12 +63,12 @@ class WorkerStreams:
         pump = asyncio.ensure_future(_pump(stream, inbox, explain_death))
         self._open[handle._actor_id] = inbox
         try:
-            while (item := await inbox.items.get()) is not None:
-                if isinstance(item, Exception):
-                    if inbox.marks:
-                        yield [Marked(tuple(inbox.marks))]
-                    raise item
+            while (item := await inbox.items.get()) is not None and not isinstance(item, Exception):
                 yield item
+            if inbox.marks:
+                yield [Marked(tuple(inbox.marks))]
+            if item is not None:
+                raise item
         finally:
             pump.cancel()
             self.inboxes.close(key)
@@ -93,6 +93,8 @@ async def _pump(stream: Any, inbox: Inbox, explain_death: ExplainDeath) -> None:
             if isinstance(item, Batch):
                 inbox.put(item)
             is_value = item == VALUE_FOLLOWS
+        if inbox.marks:
+            await inbox.wait_drained(_DRAIN_S)
         inbox.items.put_nowait(None)
     except DEATHS as error:
         reason, _ = await asyncio.gather(explain_death(error), inbox.wait_drained(_DRAIN_S))

@@ -190,7 +190,7 @@ class AttemptBuilder:
 
     def _on_left(self, order: AttemptOrder, session: WorkerSession, marks: MarkSender) -> None:
         marks.close()
-        self.live.on_left(order.member.rank, order.attempt, session.live)
+        self.live.on_left(order.member.rank, order.attempt, session.live, session.live_problem)
 
     def _starting_point(
         self, run: RunOrder, order: AttemptOrder

@@ -33,6 +33,7 @@ class LiveHolder:
         self._run_id = ""
         self._last = (0, 0)  # rank and attempt
         self._marks: tuple[Mark, ...] = ()
+        self._problem: str | None = None
         self._kept: KeptState | None = None
         self._server: _Server | None = None
 
@@ -44,7 +45,7 @@ class LiveHolder:
         """An attempt begins. Only the state that it starts from is kept."""
         if self._kept is not None and (order is None or self._kept.held.id != order.held.id):
             self.release()
-        self._run_id, self._marks = run_id, ()
+        self._run_id, self._marks, self._problem = run_id, (), None
 
     def keep(self, kept: KeptState) -> None:
         """Keep a state that was copied from another worker, until a step of this attempt is complete.
@@ -60,18 +61,23 @@ class LiveHolder:
         if server is not None:
             server.close()
 
-    def on_left(self, rank: int, attempt: int, live: LiveState | None) -> None:
-        """train_func has left the attempt; the user's objects are released."""
-        self._last = rank, attempt
+    def on_left(self, rank: int, attempt: int, live: LiveState | None, problem: str | None) -> None:
+        """train_func has left the attempt; the user's objects are released.
+
+        What the attempt started from is kept if no newer step was taken, and it was not released before.
+        """
+        self._last, self._problem = (rank, attempt), problem
         if live is None:
             return
         self._marks = tuple(live.marks)
-        if live.num_steps or live.is_changing:  # otherwise what the attempt started from is the newest state still
+        try:
+            kept = live.take()
+        except Exception as error:  # a device that failed, or the user's own state_dict()
+            get_logger().warning("the live state could not be kept: %s: %s", type(error).__name__, error)
+            kept = None
+        if kept is not None:
             self.release()
-            try:
-                self._kept = live.take()
-            except Exception as error:  # a device that failed, or the user's own state_dict()
-                get_logger().warning("the live state could not be kept: %s: %s", type(error).__name__, error)
+            self._kept = kept
         live.close()
 
     def report(self, run_id: str) -> LiveReport | None:
@@ -84,14 +90,14 @@ class LiveHolder:
             self.release()
             kept = None
         held = None if kept is None else kept.held
-        if held is None and not self._marks:
+        if held is None and not self._marks and self._problem is None:
             return None
         if kept is not None and (self._server is None or self._server.kept is not kept):
             if self._server is not None:
                 self._server.close()
             self._server = _Server(kept, self._node_ip)
         endpoint = None if self._server is None else self._server.endpoint
-        return LiveReport(*self._last, self._marks, held, endpoint)
+        return LiveReport(*self._last, self._marks, held, endpoint, self._problem)
 
 
 class _Server:

@@ -1,0 +1,182 @@
+"""Loops of raysgd continue by themselves from the memory of the workers that are left, to the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import raysgd
+from raysgd.declarative import load_args
+from raysgd.declarative.args import TrainerArgs, as_values
+from raysgd.declarative.checking import working_in
+from raysgd.declarative.reading import args_of
+from raysgd.declarative.strategies import engine_fields
+from raysgd.declarative.values import Importer
+from raysgd.engine.config import EngineConfig
+from support.runs import events_of, once, quiet, travels_by_value
+
+pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault, pytest.mark.timeout(240)]
+travels_by_value(__name__)
+
+TRAINER = {
+    "num_workers": 2,
+    "backend": "torch",
+    "failure_config": raysgd.FailureConfig(max_failures=3, num_spares=1),
+    "seed": 3,
+    "deterministic": True,
+}
+TESTS = str(Path(__file__).parents[1])
+#: The optimizer's step in which a rank dies, in the middle of an epoch.
+DIES_AT = 7
+MOMENTS = ("after the forward pass", "before the optimizer's step", "after the optimizer's step")
+
+
+@contextmanager
+def dying(folder: str, moment: str) -> Iterator[None]:
+    """Let rank 1 die once, at this moment of step `DIES_AT`; other moments are that of no step."""
+    import torch
+    from torch.nn.modules.module import register_module_forward_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    num_steps = 0
+
+    def die(at: str) -> None:
+        if (at, raysgd.world_rank(), num_steps) == (moment, 1, DIES_AT - 1) and once(folder, "died"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def after_pass(module: Any, *args: Any) -> None:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel) and torch.is_grad_enabled():
+            die("after the forward pass")
+
+    def after_step(*args: Any) -> None:
+        nonlocal num_steps
+        die("after the optimizer's step")
+        num_steps += 1
+
+    hooks = [
+        register_module_forward_hook(after_pass),
+        register_optimizer_step_pre_hook(lambda *args: die("before the optimizer's step")),
+        register_optimizer_step_post_hook(after_step),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def train_declared(config: dict[str, Any]) -> dict[str, Any]:
+    """Train as a YAML file says; returns the weights too."""
+    from raysgd.declarative.loop import TrainingLoop
+    from raysgd.torch.model import unwrap
+
+    args = args_of(config["values"])
+    engine = EngineConfig.of(engine_fields(args, Importer()))
+    with working_in(TESTS), dying(config["folder"], config["moment"]):
+        loop = TrainingLoop(args, engine, Importer(None, args))
+        found = loop.train()
+    weights = {name: tensor.cpu().numpy() for name, tensor in unwrap(loop.model).state_dict().items()}
+    return {"steps": found["finished_train_steps"], "weights": weights, "lr": found["lr"]}
+
+
+def train_template(config: dict[str, Any]) -> dict[str, Any]:
+    """Train by a subclass of `raysgd.PreTrainer`, with two batches for each step."""
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    from raysgd.torch.model import unwrap
+
+    x = torch.randn(48, 5, generator=torch.Generator().manual_seed(0))
+
+    class Template(raysgd.PreTrainer):
+        def train_valid_test_datasets_provider(self) -> Any:
+            return TensorDataset(x, x.prod(1, keepdim=True)), TensorDataset(x[:7], x[:7, :1]), None
+
+        def model_optimizer_lr_scheduler_provider(self) -> Any:
+            torch.manual_seed(0)
+            layers = nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1)
+            return nn.Sequential(*layers), None, None
+
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    engine = raysgd.Engine(accumulation_steps=2, **config["values"])
+    template = Template(engine=engine, batch_size=3, epochs=3, learning_rate=0.01, log_interval=1)
+    with dying(config["folder"], config["moment"]):
+        metrics = template.train()
+    weights = {name: tensor.float().numpy() for name, tensor in unwrap(template.model).state_dict().items()}
+    return {"steps": metrics["step"], "weights": weights, "lr": metrics["learning_rate"]}
+
+
+SETTINGS = """
+compute_config: {runtime_ngpus: 2}
+optimizer: {type: torch.optim.AdamW, args: {lr: 1e-2}}
+lr_scheduler: {type: torch.optim.lr_scheduler.StepLR, args: {step_size: 2, gamma: 0.7}, interval: step}
+micro_batch_size: 2
+global_batch_size: 8
+max_epochs: 3
+seed: 5
+"""
+#: Models with batch norm and dropout. Rows are drawn at random when they are read, in the second one by processes of the loader.
+FILES = {
+    "convolutional": """
+model: {type: support.declared.ConvNet, args: {channels: 4}}
+dataset: {type: support.declared.Images, train_args: {size: 32}, val_args: {size: 5}}
+""",
+    "noisy rows": """
+model: {type: support.declared.MLP, args: {dim: 4, nlayers: 3, dropout: 0.1}}
+dataset: {type: support.declared.SimpleDataset, train_args: {dim: 4, size: 32, noise: torch}, val_args: {dim: 4, size: 5}}
+dataloader: {train_args: {num_workers: 1}}
+""",
+}
+
+
+def values_of(text: str, folder: Path) -> dict[str, Any]:
+    path = folder / "job.yaml"
+    path.write_text(text + SETTINGS)
+    args: TrainerArgs = load_args(path)
+    return as_values(args)
+
+
+Loop = tuple[Callable[[dict[str, Any]], dict[str, Any]], Any]
+LOOPS: dict[str, Loop] = {
+    **{name: (train_declared, text) for name, text in FILES.items()},
+    "template": (train_template, {}),
+    "template in bf16-true": (train_template, {"precision": "bf16-true"}),
+}
+
+
+@pytest.fixture(scope="module")
+def calm() -> dict[str, Any]:
+    """Results without a death, by the name of the loop."""
+    return {}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("name", LOOPS)
+def test_loop_continues_from_the_memory_of_survivors(
+    trainer: raysgd.Trainer, calm: dict[str, Any], tmp_path: Path, name: str, moment: str
+) -> None:
+    train, given = LOOPS[name]
+    values = values_of(given, tmp_path) if isinstance(given, str) else given
+    if name not in calm:
+        calm[name] = trainer.run(train, {"values": values, "folder": str(tmp_path), "moment": ""}, callbacks=quiet())
+    config = {"values": values, "folder": str(tmp_path), "moment": moment}
+    value, whole = trainer.run(train, config, callbacks=quiet()), calm[name]
+    _, second = events_of(trainer, "attempt_start")
+    assert second["live"] is not None and (second["checkpoint"], second["memory"]) == (None, None), events_of(
+        trainer, "warning"
+    )
+    (continued,) = events_of(trainer, "continued")
+    assert (continued["ranks"], continued["source"], continued["num_repeated"]) == ([1], 0, 1)
+    assert (value["steps"], value["lr"]) == (whole["steps"], whole["lr"])
+    for key, tensor in whole["weights"].items():
+        assert np.array_equal(tensor, value["weights"][key]), f"{key} differs"
