@@ -139,7 +139,9 @@ class Ledger:
         return ledger
 
     def add(self, event: Event) -> None:
-        """Add the next event."""
+        """Add the next event. What follows the end of the run, such as a late warning, takes none of its time."""
+        if self._is_over:
+            return
         at, data = event.timestamp, event.data
         if not self.now:
             self._run_began = self._began = at
