@@ -213,10 +213,11 @@ class Ledger:
         """
         kept_s = float("inf")
         cuts: list[float] = []
-        for attempt in reversed(self._attempts):  # what a later attempt began from is what was kept of the earlier ones
+        attempts = [*self._attempts]  # another thread may add events meanwhile
+        for attempt in reversed(attempts):  # what a later attempt began from is what was kept of the earlier ones
             cuts.append(kept_s - attempt.trained_before_s)
             kept_s = min(kept_s, attempt.trained_before_s)
-        for attempt, kept in zip(self._attempts, reversed(cuts), strict=True):
+        for attempt, kept in zip(attempts, reversed(cuts), strict=True):
             for rank in range(attempt.size):
                 yield from self._of_rank(attempt, rank, kept)
         size = self._attempts[0].size if self._attempts else 1
