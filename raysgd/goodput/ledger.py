@@ -197,7 +197,9 @@ class Ledger:
         return ledger
 
     def add(self, event: Event) -> None:
-        """Add the next event."""
+        """Add the next event. What follows the end of the run, such as a late warning, takes none of its time."""
+        if self._is_over:
+            return
         at, data = event.timestamp, event.data
         if not self.now:
             self._run_began = self._began = at
@@ -269,10 +271,11 @@ class Ledger:
         """
         kept_s = float("inf")
         cuts: list[float] = []
-        for attempt in reversed(self._attempts):  # what a later attempt began from is what was kept of the earlier ones
+        attempts = [*self._attempts]  # another thread may add events meanwhile
+        for attempt in reversed(attempts):  # what a later attempt began from is what was kept of the earlier ones
             cuts.append(kept_s - attempt.trained_before_s)
             kept_s = min(kept_s, attempt.trained_before_s)
-        for attempt, kept in zip(self._attempts, reversed(cuts), strict=True):
+        for attempt, kept in zip(attempts, reversed(cuts), strict=True):
             end = self.now if attempt.end is None else attempt.end
             exchanges = _Exchanges.of(attempt, end)
             for rank in range(attempt.size):

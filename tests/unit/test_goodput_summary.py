@@ -85,6 +85,14 @@ def test_a_thousand_ranks_and_a_day_are_a_small_summary_of_few_events() -> None:
     assert len(json.dumps(summarize(Evidence.of(list(kept))))) < 200_000
 
 
+def test_events_may_be_added_while_another_thread_adds_up() -> None:
+    ledger = Ledger.of([*sampled(2, 5)[:-1], Event("failure", 20.0)])
+    pieces = ledger.slices()
+    first = next(pieces)
+    ledger.add(Event("attempt_start", 25.0, {"attempt": 2, "world_size": 2}))
+    assert {each.rank for each in [first, *pieces]} == {0, 1}
+
+
 def test_time_without_events_counts_while_a_run_is_live() -> None:
     ledger = Ledger.of([*sampled(2, 5)[:-1], Event("failure", 20.0)])
     before = ledger.goodput()
@@ -95,6 +103,6 @@ def test_time_without_events_counts_while_a_run_is_live() -> None:
     before = paused.goodput()
     paused.advance(120.0)
     assert paused.totals()["paused"] == pytest.approx(2 * 108) and paused.goodput() == before
-    ended = Ledger.of(sampled(2, 5))
+    ended = Ledger.of([*sampled(2, 5), Event("warning", 60.0, {"message": "the last checkpoint was not deleted"})])
     ended.advance(120.0)
-    assert ended.now == 12.0
+    assert (ended.now, ended.length_s) == (12.0, 11.0)
