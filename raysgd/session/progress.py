@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 from threading import get_ident, get_native_id
 from typing import NamedTuple
 
+from raysgd.goodput.spans import Step
+from raysgd.session.spans import SpanRecorder
+
 Clock = Callable[[], float]
+#: How far two clocks may move apart: crystals differ by some 20 parts in a million.
+CLOCK_DRIFT = 2e-5
 
 
 class Spent(NamedTuple):
@@ -46,6 +51,7 @@ class Heartbeat:
         is_inside: Whether train_func is running.
         spent: Where its time went.
         has_gpu: Whether it has a GPU, which may work while the timed thread waits.
+        clock_s: The monotonic clock of its node when it answered.
     """
 
     calls: int = 0
@@ -55,6 +61,29 @@ class Heartbeat:
     is_inside: bool = False
     spent: Spent = field(default_factory=Spent)
     has_gpu: bool = False
+    clock_s: float = 0.0
+
+
+class NodeClock(NamedTuple):
+    """The clock of a node, compared with that of the controller.
+
+    Attributes:
+        ahead_s: What is added to the node's monotonic clock to get seconds since the epoch, as the controller counts them.
+        error_s: How wrong that may be: half of the time that the answer took.
+        read_s: The node's monotonic clock when it was read.
+    """
+
+    ahead_s: float
+    error_s: float
+    read_s: float
+
+    @classmethod
+    def best(cls, before: NodeClock | None, asked_s: float, answered_s: float, read_s: float) -> NodeClock:
+        """Return the best reading, if a new one was asked for and answered at these times of the controller."""
+        new = cls((asked_s + answered_s) / 2 - read_s, max(0.0, answered_s - asked_s) / 2, read_s)
+        if before is None or new.error_s <= before.error_s + (read_s - before.read_s) * CLOCK_DRIFT:
+            return new
+        return before
 
 
 class Uses:
@@ -65,45 +94,49 @@ class Uses:
     Attributes:
         thread: Identifier of the timed thread: the one that made the object, until `Progress.enter` changes it.
         base: The use outside all blocks.
+        recorder: Keeps when each use began.
     """
 
-    __slots__ = ("_clock", "_running", "_since", "base", "thread")
+    __slots__ = ("_running", "_since", "base", "clock", "recorder", "thread")
 
     def __init__(self, clock: Clock) -> None:
-        self.thread = get_ident()
-        self.base = Stopwatch(self)
-        self._clock = clock
-        self._running = [self.base]
-        self._since = clock()
+        self.clock = clock
+        self.begin(Stopwatch(self))
 
     def begin(self, base: Stopwatch) -> None:
         """Start to count for this thread, outside all blocks."""
         self.thread = get_ident()
-        self.base, self._running, self._since = base, [base], self._clock()
+        self.base, self._running, self._since = base, [base], self.clock()
+        self.recorder = SpanRecorder(self._since, base.index)
 
     def enter(self, use: Stopwatch) -> None:
         self.settle()
         self._running.append(use)
+        self.recorder.change(self._since, use.index)
 
     def leave(self) -> None:
         self.settle()
         if len(self._running) > 1:  # the block was entered since `begin`
             self._running.pop()
+            self.recorder.change(self._since, self._running[-1].index)
 
     def settle(self) -> None:
         """Count the time up to now."""
-        now = self._clock()
+        now = self.clock()
         # Python changes threads at calls and jumps only: another thread sees both changes, or none.
         self._running[-1].seconds += now - self._since
         self._since = now
 
-    def change_base(self, base: Stopwatch) -> None:
-        self.settle()
-        self.base = self._running[0] = base
+    def begin_step(self, base: Stopwatch, number: int, reports: int, now: float) -> None:
+        """Begin a step of this number, after so many reports; ``base`` is the use outside all blocks from now on."""
+        if base is not self.base:
+            self.settle()
+            self.base = self._running[0] = base
+        self.recorder.begin_step(number, reports, now, self._running[-1].index)
 
     def now(self) -> tuple[Stopwatch, float]:
         """Return the use that has the time now, and its seconds that are not counted yet. Any thread may ask."""
-        return self._running[-1], self._clock() - self._since
+        return self._running[-1], self.clock() - self._since
 
 
 class Stopwatch:
@@ -113,12 +146,14 @@ class Stopwatch:
 
     Attributes:
         seconds: Added up until another use began.
+        index: The place of the use in `USES`.
     """
 
-    __slots__ = ("_depth", "_uses", "seconds")
+    __slots__ = ("_depth", "_uses", "index", "seconds")
 
-    def __init__(self, uses: Uses) -> None:
+    def __init__(self, uses: Uses, index: int = 0) -> None:
         self.seconds = 0.0
+        self.index = index
         self._uses = uses
         self._depth = 0
 
@@ -139,8 +174,10 @@ class Stopwatch:
 
     def add(self, seconds: float) -> None:
         """Count time that has just passed, which the thread spent here without a block."""
+        running, now = self._uses.now()[0], self._uses.clock()
         self.seconds += seconds
-        self._uses.now()[0].seconds -= seconds
+        running.seconds -= seconds
+        self._uses.recorder.insert(now - seconds, now, self.index, running.index)
 
 
 #: What the time of train_func is used for: before the first batch or report, and afterwards outside all other uses.
@@ -149,6 +186,7 @@ SETUP, TRAINING = "setup", "training"
 #: gives, compiling, evaluations, callbacks of the worker, and Python's garbage collector.
 DATA, CHECKPOINT, WAITING, SCRIPT = "data", "checkpoint", "waiting", "script"
 COMPILING, EVALUATION, CALLBACKS, GARBAGE = "compiling", "evaluation", "callbacks", "garbage"
+USES = (SETUP, TRAINING, DATA, CHECKPOINT, WAITING, SCRIPT, COMPILING, EVALUATION, CALLBACKS, GARBAGE)
 
 
 class Progress:
@@ -162,14 +200,18 @@ class Progress:
         waiting: Runs while the rank is known to wait for others.
         script: Runs while all ranks wait for what the driver's script gives to the run.
         compiling, evaluation, callbacks, garbage: Run in these.
+        node_clock: The clock by which the steps are timed, as the controller has read it; None before it has.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._uses = uses = Uses(clock)
-        self._setup, self._training = uses.base, Stopwatch(uses)
-        self.data, self.checkpoint, self.waiting = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
-        self.script, self.compiling, self.evaluation = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
-        self.callbacks, self.garbage = Stopwatch(uses), Stopwatch(uses)
+        self._watches = watches = {use: Stopwatch(uses, index) for index, use in enumerate(USES)}
+        self._setup, self._training, self.data = watches[SETUP], watches[TRAINING], watches[DATA]
+        self.checkpoint, self.waiting, self.script = watches[CHECKPOINT], watches[WAITING], watches[SCRIPT]
+        self.compiling, self.evaluation = watches[COMPILING], watches[EVALUATION]
+        self.callbacks, self.garbage = watches[CALLBACKS], watches[GARBAGE]
+        uses.begin(self._setup)
+        self.node_clock: NodeClock | None = None
         self._clock = clock
         self._calls = 0
         self._entered_at = self._marked_at = self._wrote_at = clock()
@@ -205,8 +247,7 @@ class Progress:
         else:
             return
         if count > self._steps:  # reports or batches, whichever the loop makes more often
-            if not self._steps:
-                self._uses.change_base(self._training)
+            self._uses.begin_step(self._training, count, self._num_reports, now)
             self._steps = count
             total_s = now - self._entered_at
             # One assignment: a thread that reads meanwhile does not mix two steps. A plain tuple is made fastest.
@@ -219,20 +260,12 @@ class Progress:
         Without uses that had none. Any thread may ask.
         """
         running, since_s = self._uses.now()
-        watches = {
-            SETUP: self._setup,
-            TRAINING: self._training,
-            DATA: self.data,
-            CHECKPOINT: self.checkpoint,
-            WAITING: self.waiting,
-            SCRIPT: self.script,
-            COMPILING: self.compiling,
-            EVALUATION: self.evaluation,
-            CALLBACKS: self.callbacks,
-            GARBAGE: self.garbage,
-        }
-        seconds = {use: watch.seconds + since_s * (watch is running) for use, watch in watches.items()}
+        seconds = {use: watch.seconds + since_s * (watch is running) for use, watch in self._watches.items()}
         return {use: round(spent_s, 4) for use, spent_s in seconds.items() if spent_s > 0}
+
+    def steps(self, now: float) -> tuple[Step, ...]:
+        """Return the newest steps in detail, up to ``now``, and some of the earlier ones. Any thread may ask."""
+        return self._uses.recorder.steps(now, USES)
 
     @property
     def spent(self) -> Spent:
@@ -285,4 +318,6 @@ class Progress:
         # While train_func waits for storage, progress of storage counts.
         since = max(self._marked_at, self._wrote_at) if self.checkpoint.is_running else self._marked_at
         idle_s = self._clock() - since
-        return Heartbeat(self._calls, idle_s, self._longest_pause_s, self._phase, is_inside, self.spent, has_gpu)
+        return Heartbeat(
+            self._calls, idle_s, self._longest_pause_s, self._phase, is_inside, self.spent, has_gpu, self._clock()
+        )
