@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 #: The folder of these files in a run's folder.
 FOLDER = "trace"
+#: What a step has in place of uses that are too many.
+MANY = "many short uses"
 #: zlib's number for the format of gzip.
 _GZIP = 31
 
@@ -41,6 +43,24 @@ class Step:
     reports: int
     uses: tuple[tuple[int, str], ...]
     end: int
+
+    @classmethod
+    def of(cls, numbers: Sequence[float], now: float, names: Sequence[str], max_changes: int) -> Step:
+        """Return the step that a worker has recorded.
+
+        Args:
+            numbers: As `raysgd.session.progress.SpanRecorder.copy` has them, in seconds.
+            now: When the step ends, if it runs.
+            names: The uses by their indices.
+            max_changes: Of so many changes, the last one stands for all that came after it, too.
+        """
+        number, reports, *flat = numbers
+        changes = [(round(at * 1e6), int(use)) for at, use in zip(flat[::2], flat[1::2], strict=False)]
+        uses = [(at, names[use]) for at, use in changes if use >= 0]
+        if len(uses) == max_changes:
+            uses[-1] = uses[-1][0], MANY
+        end = next((at for at, use in changes if use < 0), round(now * 1e6))
+        return cls(int(number), int(reports), tuple(uses), max(end, uses[-1][0]))
 
     @property
     def start(self) -> int:
@@ -95,7 +115,7 @@ class RankSteps:
         return cls(**{**content, "steps": tuple(_decode_step(row, names) for row in content["steps"])})
 
 
-def _decode_step(row: list[int], names: Mapping[int, str] | list[str]) -> Step:
+def _decode_step(row: list[int], names: list[str]) -> Step:
     number, reports, start, length, *changes = row
     uses, at = [], start
     for after, use in zip(changes[::2], changes[1::2], strict=True):

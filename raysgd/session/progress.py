@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import gc
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident, get_native_id
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from raysgd.goodput.spans import Step
-from raysgd.session.spans import SpanRecorder
+if TYPE_CHECKING:
+    from raysgd.goodput.spans import Step
 
 Clock = Callable[[], float]
 #: How far two clocks may move apart: crystals differ by some 20 parts in a million.
 CLOCK_DRIFT = 2e-5
+#: Steps are kept in windows of so many: the first ones, the newest ones, and some between, at equal distances.
+WINDOW_STEPS = 16
+NUM_FIRST, NUM_BETWEEN, NUM_NEWEST = 16, 64, 32
+#: How many changes of a step are kept.
+MAX_CHANGES = 100
+#: In place of the index of a use: the step ends.
+END = -1
+#: The numbers of a step begin with these, before its changes.
+_HEAD = 2
 
 
 class Spent(NamedTuple):
@@ -84,6 +94,64 @@ class NodeClock(NamedTuple):
         if before is None or new.error_s <= before.error_s + (read_s - before.read_s) * CLOCK_DRIFT:
             return new
         return before
+
+
+def is_kept(window: int, newest: int) -> bool:
+    """Return whether a window is kept when there are windows up to ``newest``. One that is not is never kept later."""
+    distance = 1 << (newest // NUM_BETWEEN).bit_length()
+    return window < NUM_FIRST or window > newest - NUM_NEWEST or window % distance == 0
+
+
+class SpanRecorder:
+    """The newest steps of one thread, and some of the earlier ones. That thread calls all but `copy`.
+
+    Which steps are kept follows from their numbers alone, so that all ranks keep the same ones.
+
+    Args:
+        now: The time at which step 0 begins, in seconds.
+        use: The index of its use.
+    """
+
+    def __init__(self, now: float, use: int) -> None:
+        self._windows: dict[int, list[array[float]]] = {0: []}
+        self._begin(0, 0, now, use)
+
+    def _begin(self, number: int, reports: int, now: float, use: int) -> None:
+        # One flat array for a step: its number, its reports, and then the time and the use of each change.
+        self._numbers = array("d", (number, reports, now, use))
+        self._windows[number // WINDOW_STEPS].append(self._numbers)
+
+    def begin_step(self, number: int, reports: int, now: float, use: int) -> None:
+        """End the step and begin the next one, with this use."""
+        self._numbers.extend((now, END))
+        window = number // WINDOW_STEPS
+        if window not in self._windows:
+            kept = {each: steps for each, steps in self._windows.items() if is_kept(each, window)}
+            self._windows = {**kept, window: []}
+        self._begin(number, reports, now, use)
+
+    def change(self, now: float, use: int) -> None:
+        """Another use begins."""
+        numbers = self._numbers
+        if len(numbers) < _HEAD + 2 * MAX_CHANGES:
+            numbers.append(now)
+            numbers.append(use)
+
+    def insert(self, since: float, now: float, use: int, after: int) -> None:
+        """The time since then had a use that is known only now; ``after`` is the use from now on."""
+        numbers = self._numbers
+        while len(numbers) > _HEAD + 2 and numbers[-2] >= since:
+            del numbers[-2:]
+        self.change(max(since, numbers[-2]), use)
+        self.change(now, after)
+
+    def copy(self) -> list[array[float]]:
+        """Return the kept steps, each as one array: number, reports, and the time and the use of each change. Any thread may ask.
+
+        The use of the newest change may not be there yet.
+        """
+        # A list and an array are copied at once, whatever the recording thread does.
+        return [numbers[:] for steps in list(self._windows.values()) for numbers in steps[:]]
 
 
 class Uses:
@@ -265,7 +333,9 @@ class Progress:
 
     def steps(self, now: float) -> tuple[Step, ...]:
         """Return the newest steps in detail, up to ``now``, and some of the earlier ones. Any thread may ask."""
-        return self._uses.recorder.steps(now, USES)
+        from raysgd.goodput.spans import Step  # the controller imports this module without it
+
+        return tuple(Step.of(numbers, now, USES, MAX_CHANGES) for numbers in self._uses.recorder.copy())
 
     @property
     def spent(self) -> Spent:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from raysgd.cli.console import FAILED, SUCCEEDED, address_flag, json_flag, print_error, print_json, storage_flag
+from raysgd.cli.flags import Parsed
 from raysgd.cli.runs.completing import run_argument
 from raysgd.cli.runs.finding import find_run
 from raysgd.errors import ConfigError
@@ -25,23 +26,21 @@ if TYPE_CHECKING:
 _NUM_READERS = 16
 
 
-class _Range(click.ParamType):
-    name = "steps"
-
-    def convert(
-        self, value: str | tuple[int, int], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
-        first, _, last = value.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
-            self.fail(f"{value} is not a range of steps: give 100-110, or 100 for one step.", param, ctx)
-        return int(first), int(last or first)
+def _parse_steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
+        raise ConfigError("this is not a range of steps: give 100-110, or 100 for one step")
+    return int(first), int(last or first)
 
 
 @click.command("trace")
 @run_argument()
-@click.option("--steps", type=_Range(), metavar="FIRST-LAST", help="The steps (default: the newest 100).")
+@click.option(
+    "--steps",
+    type=Parsed(_parse_steps, "FIRST-LAST"),
+    metavar="FIRST-LAST",
+    help="The steps (default: the newest 100).",
+)
 @click.option("--attempt", type=int, help="The attempt (default: the newest one that has these steps).")
 @click.option("-o", "--output", metavar="FILE", help="The file; compressed if its name ends with .gz.")
 @storage_flag
@@ -95,7 +94,7 @@ def command(
     errors = trace["otherData"]["clock_error_ms"].items()
     clocks = ", ".join(f"{node} " + ("by its own clock" if ms is None else f"±{ms:.1f} ms") for node, ms in errors)
     print(f"steps {_ranges(chosen)} of attempt {number} on {len(ranks)} ranks; clocks: {clocks}")
-    print(f"{path}: open it at https://ui.perfetto.dev")
+    print(f"{output or default}: open it at https://ui.perfetto.dev")
     return SUCCEEDED
 
 

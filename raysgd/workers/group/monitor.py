@@ -52,14 +52,19 @@ class GroupMonitor:
         if (worker := self._members[rank]) is None:
             return None
         node_id = "" if worker.info is None else worker.info.node_id
-        asked_s, clock = time.time(), self._clocks.get(node_id)
+        asked_s = time.time()
         try:
-            heartbeat: Heartbeat = await worker.handle.heartbeat.remote(clock)
+            heartbeat: Heartbeat = await worker.handle.heartbeat.remote(self._clock_of(node_id))
         except RayError:
             return None
-        if node_id and heartbeat.clock_s:
+        if heartbeat.clock_s:
             self._clocks[node_id] = NodeClock.best(self._clocks.get(node_id), asked_s, time.time(), heartbeat.clock_s)
         return heartbeat
+
+    def _clock_of(self, node_id: str) -> NodeClock | None:
+        now_s = time.monotonic()
+        is_own = node_id == self._agents.own_node
+        return NodeClock(time.time() - now_s, 0.0, now_s) if is_own else self._clocks.get(node_id)
 
     async def check_processes(self, ranks: Sequence[int], timeout_s: float) -> dict[int, ProcessStatus | None]:
         """Return the state of members' processes as their nodes see them; None for processes that are gone.
