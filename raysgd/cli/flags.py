@@ -16,7 +16,7 @@ from raysgd.config.argument_names import nearest
 _GIVEN = click.core.ParameterSource.COMMANDLINE
 
 
-class _Parsed(click.ParamType):  # type: ignore[type-arg]  # older versions of click have no type arguments
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # older versions of click have no type arguments
     """The type of click for a function that parses a text, and raises a `ConfigError` or another ValueError."""
 
     def __init__(self, parse: Callable[[str], Any], metavar: str) -> None:
@@ -57,7 +57,7 @@ class Flag(click.Option):
         super().__init__(
             [name.lstrip("-").replace(".", "_").replace("-", "_"), name],
             help=help,
-            type=parse if isinstance(parse, click.ParamType) else _Parsed(parse, metavar),
+            type=parse if isinstance(parse, click.ParamType) else Parsed(parse, metavar),
             metavar=f"[{metavar}]" if is_switch else metavar,
             multiple=may_repeat,
         )

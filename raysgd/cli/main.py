@@ -37,6 +37,7 @@ COMMANDS = {
     "annotate": ("raysgd.cli.runs.keeping:annotate_command", "Give a run a title, tags and notes."),
     "rm": ("raysgd.cli.runs.keeping:rm_command", "Delete runs with their checkpoints."),
     "why": ("raysgd.cli.runs.why", "Say what a run's time was used for, and what made it slow."),
+    "trace": ("raysgd.cli.runs.trace", "Write the steps of all ranks on one clock, as a file for Perfetto."),
     "compare": ("raysgd.cli.runs.listing:compare_command", "Find where two runs first differ."),
     "report": ("raysgd.cli.report", "Write a page about runs, as one HTML file."),
     "ui": ("raysgd.cli.ui", "Show the runs in a folder in a browser, also live ones."),

@@ -5,13 +5,28 @@ from __future__ import annotations
 import gc
 import math
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident, get_native_id
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from raysgd.goodput.spans import Step
 
 Clock = Callable[[], float]
+#: How far two clocks may move apart: crystals differ by some 20 parts in a million.
+CLOCK_DRIFT = 2e-5
+#: Steps are kept in windows of so many: the first ones, the newest ones, and some between, at equal distances.
+WINDOW_STEPS = 16
+NUM_FIRST, NUM_BETWEEN, NUM_NEWEST = 16, 64, 32
+#: How many changes of a step are kept.
+MAX_CHANGES = 100
+#: In place of the index of a use: the step ends.
+END = -1
+#: The numbers of a step begin with these, before its changes.
+_HEAD = 2
 
 
 class Spent(NamedTuple):
@@ -40,6 +55,7 @@ class Heartbeat:
         longest_pause_s: The longest time between two of them; 0 before the second.
         phase: The last one, such as ``"report"``.
         is_inside: Whether train_func is running.
+        clock_s: The monotonic clock of its node when it answered.
     """
 
     calls: int = 0
@@ -47,6 +63,87 @@ class Heartbeat:
     longest_pause_s: float = 0.0
     phase: str = ""
     is_inside: bool = False
+    clock_s: float = 0.0
+
+
+class NodeClock(NamedTuple):
+    """The clock of a node, compared with that of the controller.
+
+    Attributes:
+        ahead_s: What is added to the node's monotonic clock to get seconds since the epoch, as the controller counts them.
+        error_s: How wrong that may be: half of the time that the answer took.
+        read_s: The node's monotonic clock when it was read.
+    """
+
+    ahead_s: float
+    error_s: float
+    read_s: float
+
+    @classmethod
+    def best(cls, before: NodeClock | None, asked_s: float, answered_s: float, read_s: float) -> NodeClock:
+        """Return the best reading, if a new one was asked for and answered at these times of the controller."""
+        new = cls((asked_s + answered_s) / 2 - read_s, max(0.0, answered_s - asked_s) / 2, read_s)
+        if before is None or new.error_s <= before.error_s + (read_s - before.read_s) * CLOCK_DRIFT:
+            return new
+        return before
+
+
+def is_kept(window: int, newest: int) -> bool:
+    """Return whether a window is kept when there are windows up to ``newest``. One that is not is never kept later."""
+    distance = 1 << (newest // NUM_BETWEEN).bit_length()
+    return window < NUM_FIRST or window > newest - NUM_NEWEST or window % distance == 0
+
+
+class SpanRecorder:
+    """The newest steps of one thread, and some of the earlier ones. That thread calls all but `copy`.
+
+    Which steps are kept follows from their numbers alone, so that all ranks keep the same ones.
+
+    Args:
+        now: The time at which step 0 begins, in seconds.
+        use: The index of its use.
+    """
+
+    def __init__(self, now: float, use: int) -> None:
+        self._windows: dict[int, list[array[float]]] = {0: []}
+        self._begin(0, 0, now, use)
+
+    def _begin(self, number: int, reports: int, now: float, use: int) -> None:
+        # One flat array for a step: its number, its reports, and then the time and the use of each change.
+        self._numbers = array("d", (number, reports, now, use))
+        self._windows[number // WINDOW_STEPS].append(self._numbers)
+
+    def begin_step(self, number: int, reports: int, now: float, use: int) -> None:
+        """End the step and begin the next one, with this use."""
+        self._numbers.extend((now, END))
+        window = number // WINDOW_STEPS
+        if window not in self._windows:
+            kept = {each: steps for each, steps in self._windows.items() if is_kept(each, window)}
+            self._windows = {**kept, window: []}
+        self._begin(number, reports, now, use)
+
+    def change(self, now: float, use: int) -> None:
+        """Another use begins."""
+        numbers = self._numbers
+        if len(numbers) < _HEAD + 2 * MAX_CHANGES:
+            numbers.append(now)
+            numbers.append(use)
+
+    def insert(self, since: float, now: float, use: int, after: int) -> None:
+        """The time since then had a use that is known only now; ``after`` is the use from now on."""
+        numbers = self._numbers
+        while len(numbers) > _HEAD + 2 and numbers[-2] >= since:
+            del numbers[-2:]
+        self.change(max(since, numbers[-2]), use)
+        self.change(now, after)
+
+    def copy(self) -> list[array[float]]:
+        """Return the kept steps, each as one array: number, reports, and the time and the use of each change. Any thread may ask.
+
+        The use of the newest change may not be there yet.
+        """
+        # A list and an array are copied at once, whatever the recording thread does.
+        return [numbers[:] for steps in list(self._windows.values()) for numbers in steps[:]]
 
 
 class Uses:
@@ -57,45 +154,52 @@ class Uses:
     Attributes:
         thread: Identifier of the timed thread: the one that made the object, until `Progress.enter` changes it.
         base: The use outside all blocks.
+        recorder: Keeps when each use began.
     """
 
-    __slots__ = ("_clock", "_running", "_since", "base", "thread")
+    __slots__ = ("_running", "_since", "base", "clock", "recorder", "thread")
 
     def __init__(self, clock: Clock) -> None:
-        self.thread = get_ident()
-        self.base = Stopwatch(self)
-        self._clock = clock
-        self._running = [self.base]
-        self._since = clock()
+        self.clock = clock
+        self.begin(Stopwatch(self))
 
     def begin(self, base: Stopwatch) -> None:
         """Start to count for this thread, outside all blocks."""
         self.thread = get_ident()
-        self.base, self._running, self._since = base, [base], self._clock()
+        self.base, self._running, self._since = base, [base], self.clock()
+        self.recorder = SpanRecorder(self._since, base.index)
 
     def enter(self, use: Stopwatch) -> None:
         self.settle()
         self._running.append(use)
+        self.recorder.change(self._since, use.index)
 
     def leave(self) -> None:
         self.settle()
         if len(self._running) > 1:  # the block was entered since `begin`
             self._running.pop()
+            self.recorder.change(self._since, self._running[-1].index)
 
     def settle(self) -> None:
         """Count the time up to now."""
-        now = self._clock()
+        now = self.clock()
         # Python changes threads at calls and jumps only: another thread sees both changes, or none.
         self._running[-1].seconds += now - self._since
         self._since = now
 
     def change_base(self, base: Stopwatch) -> None:
+        """Have another use outside all blocks from now on."""
         self.settle()
         self.base = self._running[0] = base
+        self.recorder.change(self._since, self._running[-1].index)
+
+    def begin_step(self, number: int, reports: int, now: float) -> None:
+        """Begin a step of this number, after so many reports."""
+        self.recorder.begin_step(number, reports, now, self._running[-1].index)
 
     def now(self) -> tuple[Stopwatch, float]:
         """Return the use that has the time now, and its seconds that are not counted yet. Any thread may ask."""
-        return self._running[-1], self._clock() - self._since
+        return self._running[-1], self.clock() - self._since
 
 
 class Stopwatch:
@@ -105,12 +209,14 @@ class Stopwatch:
 
     Attributes:
         seconds: Added up until another use began.
+        index: The place of the use in `USES`.
     """
 
-    __slots__ = ("_depth", "_uses", "seconds")
+    __slots__ = ("_depth", "_uses", "index", "seconds")
 
-    def __init__(self, uses: Uses) -> None:
+    def __init__(self, uses: Uses, index: int = 0) -> None:
         self.seconds = 0.0
+        self.index = index
         self._uses = uses
         self._depth = 0
 
@@ -131,8 +237,10 @@ class Stopwatch:
 
     def add(self, seconds: float) -> None:
         """Count time that has just passed, which the thread spent here without a block."""
+        running, now = self._uses.now()[0], self._uses.clock()
         self.seconds += seconds
-        self._uses.now()[0].seconds -= seconds
+        running.seconds -= seconds
+        self._uses.recorder.insert(now - seconds, now, self.index, running.index)
 
 
 #: What the time of train_func is used for: before the first batch or report, and afterwards outside all other uses.
@@ -141,6 +249,7 @@ SETUP, TRAINING = "setup", "training"
 #: gives, compiling, evaluations, callbacks of the worker, and Python's garbage collector.
 DATA, CHECKPOINT, WAITING, SCRIPT = "data", "checkpoint", "waiting", "script"
 COMPILING, EVALUATION, CALLBACKS, GARBAGE = "compiling", "evaluation", "callbacks", "garbage"
+USES = (SETUP, TRAINING, DATA, CHECKPOINT, WAITING, SCRIPT, COMPILING, EVALUATION, CALLBACKS, GARBAGE)
 
 
 class BatchSizes:
@@ -217,14 +326,18 @@ class Progress:
         compiling, evaluation, callbacks, garbage: Run in these.
         batches: The sizes of the batches that were read.
         sent_bytes: Bytes of the gradients that this rank has averaged with others, as far as that is seen.
+        node_clock: The clock by which the steps are timed, as the controller has read it; None before it has.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._uses = uses = Uses(clock)
-        self._setup, self._training = uses.base, Stopwatch(uses)
-        self.data, self.checkpoint, self.waiting = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
-        self.script, self.compiling, self.evaluation = Stopwatch(uses), Stopwatch(uses), Stopwatch(uses)
-        self.callbacks, self.garbage = Stopwatch(uses), Stopwatch(uses)
+        self._watches = watches = {use: Stopwatch(uses, index) for index, use in enumerate(USES)}
+        self._setup, self._training, self.data = watches[SETUP], watches[TRAINING], watches[DATA]
+        self.checkpoint, self.waiting, self.script = watches[CHECKPOINT], watches[WAITING], watches[SCRIPT]
+        self.compiling, self.evaluation = watches[COMPILING], watches[EVALUATION]
+        self.callbacks, self.garbage = watches[CALLBACKS], watches[GARBAGE]
+        uses.begin(self._setup)
+        self.node_clock: NodeClock | None = None
         self.batches = BatchSizes(uses, self._training)
         self.sent_bytes = 0
         self._clock = clock
@@ -262,6 +375,7 @@ class Progress:
         else:
             return
         if count > self._steps:  # reports or batches, whichever the loop makes more often
+            self._uses.begin_step(count, self._num_reports, now)
             if not self._steps:
                 self._uses.change_base(self._training)
             self._steps = count
@@ -280,25 +394,19 @@ class Progress:
         Without uses that had none. Any thread may ask.
         """
         running, since_s = self._uses.now()
-        watches = {
-            SETUP: self._setup,
-            TRAINING: self._training,
-            DATA: self.data,
-            CHECKPOINT: self.checkpoint,
-            WAITING: self.waiting,
-            SCRIPT: self.script,
-            COMPILING: self.compiling,
-            EVALUATION: self.evaluation,
-            CALLBACKS: self.callbacks,
-            GARBAGE: self.garbage,
-        }
-        seconds = {use: watch.seconds + since_s * (watch is running) for use, watch in watches.items()}
+        seconds = {use: watch.seconds + since_s * (watch is running) for use, watch in self._watches.items()}
         return {use: round(spent_s, 4) for use, spent_s in seconds.items() if spent_s > 0}
 
     def work(self) -> dict[str, Any]:
         """Return what was read and exchanged since train_func was entered; see `BatchSizes.sums`. Any thread may ask."""
         found = {"batches": dict(self.batches.sums), "sent_bytes": self.sent_bytes}
         return {name: value for name, value in found.items() if value}
+
+    def steps(self, now: float) -> tuple[Step, ...]:
+        """Return the newest steps in detail, up to ``now``, and some of the earlier ones. Any thread may ask."""
+        from raysgd.goodput.spans import Step  # the controller imports this module without it
+
+        return tuple(Step.of(numbers, now, USES, MAX_CHANGES) for numbers in self._uses.recorder.copy())
 
     @property
     def spent(self) -> Spent:
@@ -351,4 +459,4 @@ class Progress:
         # While train_func waits for storage, progress of storage counts.
         since = max(self._marked_at, self._wrote_at) if self.checkpoint.is_running else self._marked_at
         idle_s = self._clock() - since
-        return Heartbeat(self._calls, idle_s, self._longest_pause_s, self._phase, is_inside)
+        return Heartbeat(self._calls, idle_s, self._longest_pause_s, self._phase, is_inside, self._clock())

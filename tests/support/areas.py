@@ -44,6 +44,7 @@ AREAS: dict[str, Area] = {
             "integration/test_strangers.py",
             "integration/test_speed_guards.py",
             "integration/test_trainer_runs.py",
+            "integration/test_trace.py",
             "integration/test_why.py",
             "integration/test_worker_exits.py",
             "integration/test_notebook.py",

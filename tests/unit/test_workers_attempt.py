@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,6 +19,7 @@ import torch
 import raysgd
 from raysgd.backends.base import Member
 from raysgd.checkpoint.snapshot import StagingPool
+from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import CheckpointConfig
 from raysgd.errors import StorageError
 from raysgd.result import RunInfo
@@ -28,6 +30,7 @@ from raysgd.workers.orders import AttemptOrder, RunOrder, WorkerTask
 from raysgd.workers.pickling import loads
 from raysgd.workers.process.attempt import Attempt, Sampler, TrainingCheck, WorkerCallbacks
 from raysgd.workers.process.first_snapshot import FirstSnapshot
+from raysgd.workers.process.step_file import StepFile
 from raysgd.workers.process.train_thread import TrainThread
 from support.sessions import Worker
 
@@ -92,6 +95,9 @@ def make_attempt(
         callbacks=WorkerCallbacks(callbacks or [], run, order, worker.event_queue),
         first_snapshot=FirstSnapshot(StagingPool(), rank=0, num_local=1, expects_save=lambda: False),
         node="here",
+        step_file=StepFile(
+            Storage.from_uri("trace"), worker.session.progress, attempt=1, rank=0, node="here", iterations_before=0
+        ),
         load_retry_on=lambda: retry_on,
     )
 
@@ -105,7 +111,8 @@ def events_of(attempt: Attempt) -> list[WorkerEvent]:
 
 
 @pytest.fixture(autouse=True)
-def no_session() -> Iterator[None]:
+def no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)  # attempts with steps write a file
     yield
     context.uninstall()
 

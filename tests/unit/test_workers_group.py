@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from raysgd.session.events import AtSavePoint
+from raysgd.session.progress import Heartbeat, NodeClock
 from raysgd.workers.group import monitor
 from raysgd.workers.group.agreement import RankAgreement
 from raysgd.workers.group.monitor import GroupMonitor
@@ -74,6 +75,8 @@ async def test_requests_reach_the_ranks_in_their_order(last: str) -> None:
 class FakeAgents:
     """The agents of nodes, of which ``lost`` does not answer."""
 
+    own_node = "own"
+
     async def check_processes(self, node_id: str, pids: Sequence[int], timeout_s: float) -> list[ProcessStatus | None]:
         if node_id == "lost":
             raise NodeUnreachableError(node_id)
@@ -106,6 +109,47 @@ async def test_stacks_of_a_node_that_does_not_answer_are_replaced_by_the_reason(
         1: "its node does not answer",
         3: "process 103, descriptor 3",
     }
+
+
+class Answering:
+    """The handle of a worker, whose node's clock is 100 s behind; it takes ``delays`` seconds to answer."""
+
+    def __init__(self, clock: Clock, *delays: float) -> None:
+        self.heartbeat, self.clock, self.delays, self.got = self, clock, list(delays), []  # type: ignore[var-annotated]
+
+    async def remote(self, clock: NodeClock | None) -> Heartbeat:
+        self.got.append(clock)
+        self.clock.now += self.delays[0] / 2
+        answer = Heartbeat(clock_s=self.clock.now - 100)
+        self.clock.now += self.delays.pop(0) / 2
+        return answer
+
+
+class Clock:
+    now = 5000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now - 4000
+
+
+async def test_workers_get_the_best_reading_of_the_clock_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(monitor, "time", clock)
+    group = monitored("a", "a", "own")
+    handles = [Answering(clock, 0.2, 0.6), Answering(clock, 0.1), Answering(clock, 0.4)]
+    for rank, handle in enumerate(handles):
+        group._members[rank].handle = handle  # type: ignore[union-attr]
+    for rank in (0, 1, 0, 2):
+        await group.heartbeat(rank)
+        clock.now += 2.5
+    (first, third), (second,), (own,) = [handle.got for handle in handles]
+    assert first is None
+    assert second[:2] == pytest.approx((100.0, 0.1))
+    assert third[:2] == pytest.approx((100.0, 0.05)), "by the better answer of the other rank"
+    assert own[:2] == (4000.0, 0.0), "the controller is on this node"
 
 
 class ProbedAgents:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -14,7 +15,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raysgd._util.logs import get_logger
 from raysgd.backends.flight_recorder import Collective, CollectiveId
-from raysgd.session.progress import Heartbeat
+from raysgd.session.progress import Heartbeat, NodeClock
 from raysgd.workers.group.joining import JoiningWorkers
 from raysgd.workers.group.processes import Worker
 from raysgd.workers.liveness.node_agent import NodeAgents, NodeUnreachableError, ProcessStatus
@@ -40,6 +41,7 @@ class GroupMonitor:
         self._agents = agents
         self._members = members
         self._has_logged = False  # that a member has failed to answer
+        self._clocks: dict[str, NodeClock] = {}  # by node id
 
     @property
     def size(self) -> int:
@@ -49,11 +51,20 @@ class GroupMonitor:
         """Wait for the next heartbeat of a member, however long it takes; None if the member is dead."""
         if (worker := self._members[rank]) is None:
             return None
+        node_id = "" if worker.info is None else worker.info.node_id
+        asked_s = time.time()
         try:
-            heartbeat: Heartbeat = await worker.handle.heartbeat.remote()
+            heartbeat: Heartbeat = await worker.handle.heartbeat.remote(self._clock_of(node_id))
         except RayError:
             return None
+        if heartbeat.clock_s:
+            self._clocks[node_id] = NodeClock.best(self._clocks.get(node_id), asked_s, time.time(), heartbeat.clock_s)
         return heartbeat
+
+    def _clock_of(self, node_id: str) -> NodeClock | None:
+        now_s = time.monotonic()
+        is_own = node_id == self._agents.own_node
+        return NodeClock(time.time() - now_s, 0.0, now_s) if is_own else self._clocks.get(node_id)
 
     async def check_processes(self, ranks: Sequence[int], timeout_s: float) -> dict[int, ProcessStatus | None]:
         """Return the state of members' processes as their nodes see them; None for processes that are gone.

@@ -194,13 +194,16 @@ class NodeAgents:
         name: Prefix of the actors' names.
         watch: Watches the actors.
         runtime_env: The workers' Ray runtime environment: a node may have no raysgd but this one.
+
+    Attributes:
+        own_node: The id of this process's node.
     """
 
     def __init__(self, name: str, watch: ActorWatch, runtime_env: Mapping[str, Any] | None = None) -> None:
         self._name = name
         self._runtime_env = dict(runtime_env or {})
         self._watch = watch
-        self._own_node = ray.get_runtime_context().get_node_id()
+        self.own_node = ray.get_runtime_context().get_node_id()
         self._own = NodeAgent()
         self._actors: dict[str, Any] = {}
         self._starting: dict[str, asyncio.Task[None]] = {}  # by node
@@ -212,7 +215,7 @@ class NodeAgents:
     @property
     def nodes(self) -> list[str]:
         """The nodes that have an agent, the TrainerActor's own first."""
-        return [self._own_node, *self._actors]
+        return [self.own_node, *self._actors]
 
     def watch_workers(self, workers: Iterable[WorkerInfo]) -> None:
         """Start an agent on each node of these workers, and watch their memory; returns at once."""
@@ -221,7 +224,7 @@ class NodeAgents:
         for info in workers:
             pids_by_node.setdefault(info.node_id, []).append(info.pid)
         for node_id, pids in pids_by_node.items():
-            if node_id == self._own_node:
+            if node_id == self.own_node:
                 self._own.watch_memory(pids)
                 continue
             self._pids[node_id] = pids
@@ -280,7 +283,7 @@ class NodeAgents:
 
     async def answers(self, node_id: str, timeout_s: float) -> bool:
         """Return whether a node's agent answers in time; one is started on a node that has none."""
-        if node_id != self._own_node and node_id not in self._actors and node_id not in self._starting:
+        if node_id != self.own_node and node_id not in self._actors and node_id not in self._starting:
             self._pids.setdefault(node_id, [])
             self._start(node_id)
         with contextlib.suppress(NodeUnreachableError):
@@ -294,7 +297,7 @@ class NodeAgents:
         Raises:
             NodeUnreachableError: The node does not answer in time.
         """
-        if node_id == self._own_node:  # reading them takes seconds
+        if node_id == self.own_node:  # reading them takes seconds
             return await asyncio.to_thread(self._own.stacks, processes)
         stacks: list[str] = await self._ask(node_id, "stacks", list(processes), timeout_s=timeout_s)
         return stacks
@@ -310,13 +313,13 @@ class NodeAgents:
         for node_id, part in parts:
             if other := next((node for node in nodes if node != node_id), None):
                 copies[other].append(part)
-        self._own.keep_copies(copies.pop(self._own_node))
+        self._own.keep_copies(copies.pop(self.own_node))
         for node_id, on_node in copies.items():
             self._actors[node_id].keep_copies.remote(on_node)
 
     def expect_exit(self, info: WorkerInfo) -> None:
         """Kill a process that was asked to exit, if it does not do so soon; returns at once."""
-        if info.node_id == self._own_node:
+        if info.node_id == self.own_node:
             self._own.expect_exit(info.pid)
         elif (actor := self._actors.get(info.node_id)) is not None:
             actor.expect_exit.remote(info.pid)
@@ -334,7 +337,7 @@ class NodeAgents:
 
     async def is_node_gone(self, info: WorkerInfo | None) -> bool:
         """Return True if the node of a dead worker is gone as well; False if that cannot be found out."""
-        if info is None or info.node_id == self._own_node:
+        if info is None or info.node_id == self.own_node:
             return False
         with contextlib.suppress(asyncio.TimeoutError):  # the GCS does not answer
             return not await asyncio.wait_for(call_cluster(is_node_reachable, info.node_id), _REACH_S)
@@ -361,7 +364,7 @@ class NodeAgents:
         return None
 
     async def _ask(self, node_id: str, method: str, *arguments: Any, timeout_s: float) -> Any:
-        if node_id == self._own_node:
+        if node_id == self.own_node:
             return getattr(self._own, method)(*arguments)
         if (actor := self._actors.get(node_id)) is None:
             raise NodeUnreachableError(node_id)

@@ -40,7 +40,7 @@ from raysgd.session.events import (
     WorkerEvent,
 )
 from raysgd.session.metrics import read_deferred
-from raysgd.session.progress import Heartbeat, Spent
+from raysgd.session.progress import Heartbeat, NodeClock, Spent
 from raysgd.session.saving import CheckpointWriter
 from raysgd.session.worker import WorkerSession
 from raysgd.transport import shorten_retransmissions
@@ -51,6 +51,7 @@ from raysgd.workers.process.first_snapshot import FirstSnapshot
 from raysgd.workers.process.output import find_output
 from raysgd.workers.process.position_finder import PositionFinder
 from raysgd.workers.process.pressure import Pressure
+from raysgd.workers.process.step_file import StepFile
 from raysgd.workers.process.train_thread import TrainThread, clear_frames, describe_unprintable
 
 #: A larger return value is an item of its own in the Ray stream, which the controller passes on unread.
@@ -87,6 +88,7 @@ class Attempt:
         code: Returns this attempt's own copies of ``train_func`` and its ``config``.
         first_snapshot: Prepares the first checkpoint while train_func runs.
         node: This process's node, as users see it.
+        step_file: Keeps the steps in detail on storage.
         on_left: Called in train_func's thread when it has left, before its objects are released.
         on_resize: Calls the user's ``on_resize`` with the old and the new world size.
         load_retry_on: Returns the classes of exceptions that the user has retried.
@@ -110,6 +112,7 @@ class Attempt:
         callbacks: WorkerCallbacks,
         first_snapshot: FirstSnapshot,
         node: str,
+        step_file: StepFile,
         on_left: Callable[[], None] = lambda: None,
         on_resize: Callable[[int, int], Any] | None = None,
         load_retry_on: Callable[[], tuple[type[Exception], ...]] = tuple,
@@ -128,6 +131,7 @@ class Attempt:
         self._callbacks = callbacks
         self._first_snapshot = first_snapshot
         self._node = node
+        self._step_file = step_file
         self._on_left = on_left
         self._on_resize = on_resize
         self._load_retry_on = load_retry_on
@@ -157,6 +161,7 @@ class Attempt:
                 self._warn_unsynchronized(is_over=False)
             if time.monotonic() >= sampler.due_at:
                 batch.append(Sample(sampler.sample(self.session)))
+                self._step_file.write_if_due()
             if batch:
                 yield batch
         if self._large_value is not None:
@@ -191,8 +196,9 @@ class Attempt:
         if problem is not None:
             self._event_queue.put(Warned(problem))
 
-    def heartbeat(self) -> Heartbeat:
-        """Return how far train_func has come."""
+    def heartbeat(self, clock: NodeClock | None) -> Heartbeat:
+        """Return how far train_func has come; ``clock`` is what the controller knows of this node's clock."""
+        self.session.progress.node_clock = clock
         return self.session.progress.heartbeat(is_inside=self._thread.is_inside)
 
     def preempt(self, why: str) -> bool:
@@ -230,6 +236,7 @@ class Attempt:
                     value = self._thread.call(function, config, self._enter)
                 finally:
                     self._uses = progress.uses()
+                    self._step_file.write(is_over=True)
             self._warn_unsynchronized(is_over=True)
             return self._make_returned(value)
         except AttemptEnded:
@@ -294,6 +301,8 @@ class Attempt:
         # Saves must become durable however train_func ended. A rank that others wait for does not wait for memory copies.
         is_cause = isinstance(outcome, Returned) or (isinstance(outcome, Failed) and not outcome.in_collective)
         self.writer.close(wait_held=is_cause)
+        if is_cause:  # others do not wait for this rank
+            self._step_file.wait()
         # The closed session stays installed: a thread that train_func did not join gets the session's error.
         if not isinstance(outcome, Failed):  # an error was sent before
             self._send(outcome)

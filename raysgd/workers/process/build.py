@@ -24,6 +24,7 @@ from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.checkpoint.storage.storage import Retry, Storage, retry_of_writes
 from raysgd.checkpoint.store import CheckpointStore, read_manifest
 from raysgd.errors import AttemptEnded, CheckpointNotFoundError
+from raysgd.goodput import spans
 from raysgd.session import rank_state
 from raysgd.session.base import Identity
 from raysgd.session.event_queue import EventQueue
@@ -39,6 +40,7 @@ from raysgd.workers.placement.cluster import NAMESPACE
 from raysgd.workers.process.attempt import Attempt, WorkerCallbacks
 from raysgd.workers.process.first_snapshot import FirstSnapshot
 from raysgd.workers.process.live import FromSurvivor, LiveHolder
+from raysgd.workers.process.step_file import StepFile
 
 #: Seconds before a call to the TrainerActor is made again. An `AttemptEnded` arrives after them at the latest.
 _ASK_AGAIN_S = 0.5
@@ -183,6 +185,14 @@ class AttemptBuilder:
             callbacks=callbacks,
             first_snapshot=first_snapshot,
             node=self._node,
+            step_file=StepFile(
+                storage.parent().child(spans.FOLDER).with_retry(Retry(tries=1)),
+                session.progress,
+                attempt=order.attempt,
+                rank=member.rank,
+                node=self._node,
+                iterations_before=order.iterations_before,
+            ),
             on_left=partial(self._on_left, order, session, marks),
             on_resize=None if task.on_resize is None else lambda old, new: loads(resolve(task.on_resize))(old, new),
             load_retry_on=lambda: () if task.retry_on is None else loads(resolve(task.retry_on)),

@@ -23,7 +23,7 @@ from raysgd.backends.flight_recorder import Collective, CollectiveId
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.errors import StorageError
 from raysgd.session.events import AtSavePoint
-from raysgd.session.progress import Heartbeat
+from raysgd.session.progress import Heartbeat, NodeClock
 from raysgd.workers.events_connection import VALUE_FOLLOWS, EventSender
 from raysgd.workers.liveness.stacks import expose_stacks
 from raysgd.workers.liveness.watched import Watched
@@ -312,10 +312,10 @@ class WorkerActor(Watched):
         """End an attempt that runs, or is about to begin."""
         self._current.call(attempt, lambda current: current.end(why), None)
 
-    def heartbeat(self) -> Heartbeat:
-        """Return how far train_func has come."""
+    def heartbeat(self, clock: NodeClock | None = None) -> Heartbeat:
+        """Return how far train_func has come; ``clock`` is what the controller knows of this node's clock."""
         current = self._current.get()
-        return Heartbeat() if current is None else current.heartbeat()
+        return Heartbeat() if current is None else current.heartbeat(clock)
 
     def position(self, asked: Collection[CollectiveId] = ()) -> Position:
         """Return where train_func is; if it does not run, only what it has communicated.
