@@ -26,7 +26,7 @@ from raysgd._util.imports import imported
 from raysgd.errors import UsageError
 from raysgd.session.events import NUM_MARKS, HeldStep, Mark
 from raysgd.session.live.copies import CopyInterval
-from raysgd.session.live.kept import KeptState, versions
+from raysgd.session.live.kept import KeptState, counted, versions
 from raysgd.session.live.pieces import are_replicated, describe_piece, number_pieces
 
 
@@ -242,7 +242,7 @@ class LiveState:
 
     def _list_tensors(self) -> list[Any]:
         """Return the tensors that are not copied."""
-        return [value for _, value in self._named_tensors()]
+        return [each for _, value in self._named_tensors() for each in counted(value)]
 
     def _named_tensors(self) -> Iterator[tuple[str, Any]]:
         for name, given in self._objects.items():
