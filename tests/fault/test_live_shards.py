@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 import raysgd
-from support.runs import events_of, once, quiet, travels_by_value
+from support.runs import events_of, make_trainer, once, quiet, travels_by_value
 
 pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
 travels_by_value(__name__)
@@ -21,12 +23,13 @@ NUM_ROWS = 160
 BATCH = 2
 NUM_STEPS = NUM_ROWS // NUM_WORKERS // BATCH
 DIES_AT = 15
-#: Ways to divide the state. In the first two, another rank holds each piece.
-SHARDINGS = ("hybrid", "tensor and replicas", "fsdp", "tensor and fsdp", "zero")
 
 
 def build(sharding: str) -> tuple[Any, Any, Any]:
-    """Return a model and its optimizer, distributed over the ranks, and the group whose ranks train on the same rows, or None."""
+    """Return a model and its optimizer, distributed over the ranks, and the group whose ranks train on the same rows, or None.
+
+    With "hybrid" and "tensor and replicas", another rank holds each piece.
+    """
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -34,13 +37,15 @@ def build(sharding: str) -> tuple[Any, Any, Any]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(0)
-    layers = torch.nn.Linear(4, 32), torch.nn.Dropout(0.3), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+    width = 32 if "tensor" in sharding else 33  # shards of different sizes, one of them empty
+    layers = torch.nn.Linear(4, width), torch.nn.Dropout(0.3), torch.nn.ReLU(), torch.nn.Linear(width, 1)
     model: Any = torch.nn.Sequential(*layers)
     torch.manual_seed(raysgd.world_rank())
     if sharding == "zero":
         model = raysgd.torch.prepare_model(model)
         return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05), None
-    dims = {"hybrid": (2, 2, 1), "tensor and replicas": (2, 1, 2), "fsdp": (1, 4, 1), "tensor and fsdp": (1, 2, 2)}
+    size = raysgd.world_size()
+    dims = {"hybrid": (2, 2, 1), "tensor and replicas": (2, 1, 2), "fsdp": (1, size, 1), "tensor and fsdp": (1, 2, 2)}
     mesh = init_device_mesh("cpu", dims[sharding], mesh_dim_names=("replicas", "shards", "tensor"))
     if mesh["tensor"].size() > 1:
         parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "3": RowwiseParallel()})
@@ -118,13 +123,15 @@ TRAINER = {
 
 
 @pytest.fixture(scope="module")
-def calm(trainer: raysgd.Trainer, tmp_path_factory: Any) -> dict[str, dict[str, Any]]:
-    """The values of undisturbed runs."""
-    config = {"moment": "", "ranks": [], "folder": str(tmp_path_factory.mktemp("calm"))}
-    return {
-        sharding: trainer.run(train, {**config, "sharding": sharding}, dataset=data(), callbacks=quiet())
-        for sharding in SHARDINGS
-    }
+def calm(trainer: raysgd.Trainer, tmp_path_factory: Any) -> Callable[[str], dict[str, Any]]:
+    """Returns the value of an undisturbed run, by how the state is divided."""
+
+    @functools.cache
+    def run(sharding: str) -> dict[str, Any]:
+        config = {"sharding": sharding, "moment": "", "ranks": [], "folder": str(tmp_path_factory.mktemp("calm"))}
+        return trainer.run(train, config, dataset=data(), callbacks=quiet())
+
+    return run
 
 
 def check_result(value: dict[str, Any], calm: dict[str, Any], folder: Path) -> None:
@@ -146,7 +153,7 @@ AFTER_PASS, BEFORE_STEP, AFTER_STEP = (
     [("hybrid", AFTER_PASS), ("hybrid", BEFORE_STEP), ("hybrid", AFTER_STEP), ("tensor and replicas", AFTER_PASS)],
 )
 def test_new_rank_gets_its_piece_from_a_replica(
-    trainer: raysgd.Trainer, calm: dict[str, Any], tmp_path: Path, sharding: str, moment: str
+    trainer: raysgd.Trainer, calm: Callable[[str], dict[str, Any]], tmp_path: Path, sharding: str, moment: str
 ) -> None:
     config = {"sharding": sharding, "moment": moment, "ranks": [1], "folder": str(tmp_path)}
     value = trainer.run(train, config, dataset=data(), callbacks=quiet())
@@ -156,7 +163,7 @@ def test_new_rank_gets_its_piece_from_a_replica(
     (continued,) = events_of(trainer, "continued")
     assert (continued["ranks"], continued["num_repeated"]) == ([1], 1)
     assert "from the memory of ranks 0, " in continued["why"]
-    check_result(value, calm[sharding], tmp_path)
+    check_result(value, calm(sharding), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +171,7 @@ def test_new_rank_gets_its_piece_from_a_replica(
     [("fsdp", AFTER_PASS), ("fsdp", AFTER_STEP), ("tensor and fsdp", AFTER_PASS), ("zero", AFTER_STEP)],
 )
 def test_pieces_without_replicas_are_copied_in_memory(
-    trainer: raysgd.Trainer, calm: dict[str, Any], tmp_path: Path, sharding: str, moment: str
+    trainer: raysgd.Trainer, calm: Callable[[str], dict[str, Any]], tmp_path: Path, sharding: str, moment: str
 ) -> None:
     config = {"sharding": sharding, "moment": moment, "ranks": [1, 2], "folder": str(tmp_path)}
     value = trainer.run(train, config, dataset=data(), callbacks=quiet())
@@ -173,4 +180,19 @@ def test_pieces_without_replicas_are_copied_in_memory(
     continued = events_of(trainer, "continued")[0]
     assert 1 <= continued["num_repeated"] <= DIES_AT
     assert "from memory copies" in continued["why"] and "nothing read from storage" in continued["why"]
-    check_result(value, calm[sharding], tmp_path)
+    check_result(value, calm(sharding), tmp_path)
+
+
+def test_smaller_group_continues_from_memory_copies(ray_cluster: Any, tmp_path: Path) -> None:
+    """Shards that were copied in memory are loaded by another number of ranks."""
+    folder = tmp_path / "log"
+    folder.mkdir()
+    failure = raysgd.FailureConfig(max_failures=1)
+    with make_trainer(tmp_path / "runs", (2, 3), "torch", failure_config=failure, seed=3) as trainer:
+        config = {"sharding": "fsdp", "moment": AFTER_PASS, "ranks": [1], "folder": str(folder)}
+        trainer.run(train, config, dataset=data(), callbacks=quiet())
+        first, second = events_of(trainer, "attempt_start")[:2]
+    assert (first["world_size"], first["live"]) == (3, None)
+    assert (second["world_size"], second["checkpoint"], second["memory"]) == (2, None, None)
+    assert second["live"] is not None
+    assert rows_of(folder) == list(range(NUM_ROWS))

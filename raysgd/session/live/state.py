@@ -29,7 +29,7 @@ from raysgd._util.imports import imported
 from raysgd.errors import UsageError
 from raysgd.session.events import NUM_MARKS, HeldStep, Mark
 from raysgd.session.live.copies import CopyInterval
-from raysgd.session.live.kept import KeptState, versions
+from raysgd.session.live.kept import KeptState, counted, versions
 from raysgd.session.live.pieces import are_replicated, describe_piece, number_pieces
 
 
@@ -336,11 +336,13 @@ class LiveState:
         """
         given, modules = list(self._objects.values()), self._buffered
         if lists_parameters or self.num_steps < _SETTLED_AFTER:
-            self._parameters = [each for module in given if _is_module(module) for _, each in _parameters(module)]
-            self._parameters += [each for one in given if hasattr(one, "live_tensors") for each in one.live_tensors()]
+            found = [each for module in given if _is_module(module) for _, each in _parameters(module)]
+            found += [each for one in given if hasattr(one, "live_tensors") for each in one.live_tensors()]
+            self._parameters = [each for value in found for each in counted(value)]
             self._buffered = [each for one in given if _is_module(one) for each in one.modules() if each._buffers]
         states = [state for each in self._optimizers.values() for state in _inner(each).state.values()]
-        now = [*self._parameters, *(each for state in states for each in state.values() if hasattr(each, "_version"))]
+        values = (each for state in states for each in state.values() if hasattr(each, "_version"))
+        now = [*self._parameters, *(each for value in values for each in counted(value))]
         counts, before = versions(now), self._tensors
         is_same = counts == self._versions and all(map(operator.is_, now, before)) and self._buffered == modules
         self._tensors, self._versions = now, counts
