@@ -228,7 +228,9 @@ class LiveState:
             torch.cuda.current_stream().synchronize()  # so that the gradients are those of all ranks, or the attempt is over
         if session is not None:
             session.check_live()
-        self._small_at_change = self._small_after_pass  # the gradients are those of all ranks: all have made their passes
+        self._small_at_change = (
+            self._small_after_pass
+        )  # the gradients are those of all ranks: all have made their passes
         self.is_changing = True
 
     def _mark(self, session: Attempt, mark: Mark) -> None:
