@@ -271,7 +271,7 @@ class LiveState:
                     state[key] = complete.buffers.get(id(value), value).detach()
             return state
         state = given.state_dict()
-        groups = zip(state["param_groups"], complete.groups[name], strict=True)
+        groups = zip(state["param_groups"], complete.groups[name], strict=False)  # one may have been added since
         return {**state, "param_groups": [{**group, **settings} for group, settings in groups]}
 
     def _check_is_whole(self) -> None:
