@@ -267,7 +267,7 @@ class CheckpointCoordinator:
             self.store_held()  # it was being written to storage when the last attempt ended
         return start, self._first_number
 
-    def skip_start(self, error: str) -> str | None:
+    def skip_start(self, rank: int, error: str) -> str | None:
         """Make the next attempt start from the checkpoint before the one that this attempt could not load.
 
         Returns:
@@ -275,8 +275,8 @@ class CheckpointCoordinator:
         """
         number, live = self._started_from.number, self._started_from.live
         if live is not None:
-            self._unusable_sources.add(live.endpoint)  # it may be dying; others may hold the step too
-            why = f"the memory of rank {live.holders[0]} is not used: {error}"
+            self._unusable_sources.add(live.order_for(rank).endpoint)  # it may be dying; others may hold the step too
+            why = f"the source of rank {rank} is not used any more: {error}"
             self._emit(c.warning(why))
             return why
         if self._started_from.held is not None and self._memory is not None:

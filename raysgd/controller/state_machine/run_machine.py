@@ -235,7 +235,7 @@ class RunMachine:
                 number = self.checkpoints.number_of(event.call)
                 self._on_write_failed(number, self.checkpoints.on_part_failed(event))
             case e.StartUnusable():
-                self._on_start_unusable(running, event)
+                self._on_start_unusable(running, rank, event)
             case e.AtSavePoint():
                 self._save_point.on_reached(rank, self.checkpoints.number_of(event.call), event.point)
             case e.Returned():
@@ -296,11 +296,11 @@ class RunMachine:
             if not failed.in_collective:
                 self._emit(c.SetTimer("gather", running.serial, GATHER_S))
 
-    def _on_start_unusable(self, running: Running, event: e.StartUnusable) -> None:
+    def _on_start_unusable(self, running: Running, rank: int, event: e.StartUnusable) -> None:
         """Start again from the checkpoint before. This may come after another rank's error, which it explains."""
         state = self.state
         is_open = isinstance(state, Ending) and not state.is_decided and state.preset is None
-        if (is_open or isinstance(state, Running)) and (why := self.checkpoints.skip_start(event.error)):
+        if (is_open or isinstance(state, Running)) and (why := self.checkpoints.skip_start(rank, event.error)):
             self._regroup(running, why, "checkpoint")
 
     def _end_if_misused(self, running: Running, problem: str | None) -> None:
