@@ -3,8 +3,8 @@
     python benchmarks/live.py [--quick] [--only PART] [--torchft PYTHON] [--output FOLDER]
 
 A state of 100 MB: two matrices and the moments of AdamW. With PYTHON, that of an environment with torchft, torchft is measured
-too. Writes live.json and live.md to doc/benchmarks, or to build/benchmarks with --quick; with --only the other parts of an
-earlier run stay. The machine should have nothing else to do.
+too. Writes live.json and live.md to doc/benchmarks, or to build/benchmarks with --quick; the parts of an earlier run that are not
+measured stay. The machine should have nothing else to do.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
     output = args.output or (SCRATCH if args.quick else PUBLISHED)
     output.mkdir(parents=True, exist_ok=True)
     path = output / "live.json"
-    document: dict[str, Any] = json.loads(path.read_text()) if args.only and path.exists() else {}
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     document |= {"measured": date.today().isoformat(), "load": round(os.getloadavg()[0], 1)}
     os.environ.update(RAY_worker_niceness="0", OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT}:{ROOT / 'benchmarks'}")
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +85,7 @@ def main() -> None:
 def measure_kills(folder: Path, *, quick: bool) -> dict[str, Any]:
     """Kill a rank at a random moment, again and again, in groups of two sizes; return the figures by size and way."""
     found: dict[str, Any] = {}
-    for size in SIZES:
+    for size in SIZES[:1] if quick else SIZES:
         found[str(size)] = {}
         for way, num_kills in {**KILLS, "none": 0}.items():
             system = FragileRaysgd("raysgd_spare", folder / f"{size}-{way}")
@@ -168,12 +168,13 @@ def measure_torchft(folder: Path, python: str, *, quick: bool) -> dict[str, Any]
     """Kill a replica group of torchft again and again; return the seconds to the next committed step, by settings and size."""
     found: dict[str, Any] = {}
     versions = "import importlib.metadata as m; print(m.version('torchft'), m.version('torch'))"
+    found["measured"] = date.today().isoformat()
     found["versions"] = subprocess.run(
         [python, "-c", versions], capture_output=True, text=True, check=True
     ).stdout.split()
     for name, settings in TORCHFT.items():
         found[name] = {}
-        for size in SIZES:
+        for size in SIZES[:1] if quick else SIZES:
             with tempfile.TemporaryDirectory(dir=folder) as own:
                 group = _ReplicaGroups(python, Path(own), settings, size)
                 try:
@@ -365,8 +366,9 @@ def _of_torchft(document: dict[str, Any]) -> list[str]:
     return [
         "## torchft",
         "",
-        f"torchft {version} with torch {torch}, in processes without Ray: the same training in replica groups of one process.",
-        "The others commit the next step without the killed one, whose rows of that step are lost. A new process then joins.",
+        f"torchft {version} with torch {torch}, measured on {document['torchft']['measured']} in processes without Ray:",
+        "the same training in replica groups of one process. The others commit the next step without the killed one, whose rows",
+        "of that step are lost. A new process then joins.",
         "Its `DistributedDataParallel` ends the others by an `AssertionError` when an all-reduce of gloo fails; here the hook",
         f"of that class waits for each one. None: no such step within {_LIMIT_S:g} s.",
         "",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,26 @@ def test_run_continues_through_a_lost_machine_and_a_cut(machines: Machines, driv
     assert until(lambda: len(driver.results()) > before + 10, START_S, 0.2)
     driver.stop()
     driver.wait_over()  # on a busy machine, a cut of 8 s may be a failure
+
+
+def test_lost_machine_costs_a_training_with_a_live_state_one_step(machines: Machines) -> None:
+    """Ranks of another machine hold the state. The driver checks what each attempt started from, and the rows of all steps."""
+    digests = []
+    for name in ("calm", "killed"):
+        folder, output = machines.folder / f"live-{name}", machines.folder / f"live-{name}.out"
+        process = machines.start(0, sys.executable, "-m", "support.live_job", str(folder), output=output)
+        steps = folder / "done"
+
+        def has_trained(steps: Path = steps) -> bool:
+            return sum(path.read_text().count("\n") for path in steps.glob("1-0-*")) > 4 * 20
+
+        assert until(lambda: has_trained() or process.poll() is not None, START_S, 0.2), output.read_text()[-3000:]  # noqa: B023
+        if name == "killed":
+            machines.kill(2)
+        assert process.wait(START_S) == 0, output.read_text()[-5000:]
+        digests.append(output.read_text().splitlines()[-1])
+    assert {path.name.split("-")[0] for path in steps.iterdir()} == {"1", "2"}, "the run had no second attempt"
+    assert digests[0] == digests[1] and len(digests[0]) == 64
 
 
 def test_run_is_restored_when_the_lost_head_is_back(machines: Machines, drives: Drives) -> None:

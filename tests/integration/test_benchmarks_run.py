@@ -158,6 +158,17 @@ def test_logical_workers_are_compared_with_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmark
+def test_live_states_are_compared_with_saves_to_memory(tmp_path: Path) -> None:
+    document = run("live.py", output=tmp_path, file="live.json")
+    for way in ("live", "memory"):
+        found = document["kills"]["2"][way]
+        assert len(found["seconds"]) == 2 and all(each > 0 for each in (*found["seconds"], *found["load_s"])), found
+    assert max(document["kills"]["2"]["live"]["repeated"]) <= 1
+    assert document["steps"]["100 MB"].keys() == {"none", "none again", "live", "memory"}
+    assert "| 2 | live state |" in (tmp_path / "live.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.benchmark
 def test_training_by_a_file_is_compared_with_a_loop_by_hand(tmp_path: Path) -> None:
     document = run("declarative.py", output=tmp_path, file="declarative.json")
     assert set(document["steps"]) == {"by_hand", "by_hand_again", "declared"}

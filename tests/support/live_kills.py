@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,10 @@ def make_plan(seed: int, num_kills: int) -> list[Kill]:
     return plan
 
 
+def _exist(paths: list[Path]) -> bool:
+    return all(path.exists() for path in paths)
+
+
 class Killer:
     """Carries out the kills of this rank. Runs in a worker."""
 
@@ -123,6 +128,7 @@ class Killer:
         self._folder = folder
         self._plan = plan
         self._rank = rank
+        self._armed: list[Kill] = []
         self._shell = subprocess.Popen(["sh", "-c", _KILLER], stdin=subprocess.PIPE)  # ends with this process
 
     def enter(self) -> None:
@@ -131,18 +137,24 @@ class Killer:
             is_due = kill.how == "entry" and any(
                 (self._folder / each.name).exists() for each in self._plan if each.group == kill.group and each != kill
             )
-            if is_due and kill.rank == self._rank and once(str(self._folder), f"armed {kill.name}"):
+            if is_due and kill.rank == self._rank and self._is_first(kill):
                 self._die_after(kill)
 
     def begin(self, step: int) -> None:
         """A step begins: carry out what is due in it."""
         for kill in self._plan:
-            if (kill.step, kill.rank) != (step, self._rank) or kill.how == "entry":
+            if kill.rank != self._rank or kill.how == "entry" or step < kill.step or kill in self._armed:
                 continue
-            if once(str(self._folder), f"armed {kill.name}"):
+            # Another kill may end the attempt before the call is reached: it is due again then.
+            is_due = not (self._folder / kill.name).exists() if kill.how == "code" else self._is_first(kill)
+            if is_due:
+                self._armed.append(kill)
                 earlier = [self._folder / each.name for each in self._plan if each.group < kill.group]
-                assert until(lambda: all(path.exists() for path in earlier), 60.0), "an earlier kill did not happen"  # noqa: B023
+                assert until(partial(_exist, earlier), 60.0), f"one did not happen: {earlier}"
                 self._die_in_call(kill) if kill.how == "code" else self._die_after(kill)
+
+    def _is_first(self, kill: Kill) -> bool:
+        return once(str(self._folder), f"armed {kill.name}")
 
     def _die_after(self, kill: Kill) -> None:
         assert self._shell.stdin is not None
@@ -200,6 +212,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
             live.step(step=step)
             done.write(f"{step} {time.time()}\n")
             done.flush()
+            time.sleep(config["sleep_s"])
     return {name: tensor.numpy() for name, tensor in kind.collect(model, optimizer).items()}
 
 
@@ -216,12 +229,15 @@ class Outcome:
     to_next_step_s: list[float]
 
 
-def run(trainer: raysgd.Trainer, folder: Path, kind: str, plan: list[Kill], num_steps: int) -> Outcome:
-    """Train with the kills of a plan, and check that each of them cost one step."""
+def run(
+    trainer: raysgd.Trainer, folder: Path, kind: str, plan: list[Kill], num_steps: int, sleep_s: float = 0.0
+) -> Outcome:
+    """Train with the kills of a plan, and check that each of them cost one step; each step sleeps for some seconds."""
     for name in ("kills", "rows", "done"):
         (folder / name).mkdir(parents=True)
     num_epochs = -(-num_steps // STEPS_PER_EPOCH)
     config = {"folder": str(folder), "kind": kind, "plan": [astuple(kill) for kill in plan], "num_epochs": num_epochs}
+    config["sleep_s"] = sleep_s
     data = {"x": np.random.default_rng(0).normal(size=(NUM_ROWS, 4)), "row": np.arange(NUM_ROWS)}
     tensors = trainer.run(train, config, dataset=data, callbacks=quiet())
     missing = [kill for kill in plan if not (folder / "kills" / kill.name).exists()]

@@ -237,6 +237,15 @@ def test_state_is_taken_after_parameters_were_added() -> None:
     assert kept is not None and kept.held.id.step == 6
 
 
+def test_state_is_that_of_the_step_although_parameters_were_added_since() -> None:
+    training = Training()
+    training.step(5)
+    expected = copy.deepcopy(training.live.state_dict())
+    training.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    kept = training.live.take()
+    assert kept is not None and equal(kept.state, expected)
+
+
 def test_batch_that_changes_nothing_is_no_step_of_its_own() -> None:
     """Its gradients are not in the state: training resumes before it."""
     training = Training()

@@ -378,7 +378,7 @@ class LiveState:
                     state[key] = value if hasattr(value, "_local_tensor") else value.detach()
             return state
         state = _state_dict(given)
-        groups = zip(state["param_groups"], complete.groups[name], strict=True)
+        groups = zip(state["param_groups"], complete.groups[name], strict=False)  # one may have been added since
         return {**state, "param_groups": [{**group, **settings} for group, settings in groups]}
 
     # -- pieces -------------------------------------------------------------------------------------------------------
