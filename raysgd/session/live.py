@@ -301,10 +301,9 @@ class LiveState:
         self.is_changing = True
 
     def _mark(self, session: Attempt, mark: Mark) -> None:
-        sent = Mark(mark.step, None, mark.is_in_step, mark.is_settled) if mark.small == self._small else mark
         self._small = mark.small or b""
         self.marks.append(mark)
-        session.send_mark(sent)
+        session.send_mark(mark)
 
     def _list_tensors(self) -> list[Any]:
         """Return the tensors that are not copied."""
