@@ -42,7 +42,7 @@ class LiveHolder:
 
     def begin(self, run_id: str, order: LiveOrder | None) -> None:
         """An attempt begins. Only the state that it starts from is kept."""
-        if self._kept is not None and (order is None or self._kept.held.id != order.held.id):
+        if self._kept is not None and (order is None or _key(self._kept.held) != _key(order.held)):
             self.release()
         self._run_id, self._marks, self._problem = run_id, (), None
 
@@ -126,7 +126,7 @@ class _Server:
 
     async def _send(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Send the state, without its checksums if it has changed meanwhile; nothing if another one is asked for."""
-        if list(self._kept.held.id) != hello["step"]:
+        if _key(self._kept.held) != hello["step"]:
             return
         writer.transport.set_write_buffer_limits(high=0)  # a chunk is valid until the next one
         for chunk in stream_state(self._kept.state, is_valid=lambda: self._kept.is_unchanged):
@@ -167,13 +167,17 @@ def _copy_from(endpoint: Endpoint | None, held: HeldStep) -> Any:
     where = f"the state of step {held.id.step} on another worker"
     try:
         with (
-            connect(endpoint, {"kind": _KIND, "step": list(held.id)}, _SILENCE_S) as line,
+            connect(endpoint, {"kind": _KIND, "step": _key(held)}, _SILENCE_S) as line,
             line.makefile("rb") as stream,
         ):
             line.settimeout(_SILENCE_S)
             return read_state(stream, where)
     except (OSError, CheckpointError) as error:
         raise CheckpointNotFoundError(f"{where} could not be copied: {type(error).__name__}: {error}") from error
+
+
+def _key(held: HeldStep) -> list[int]:
+    return [*held.id, held.place]
 
 
 def _copy_containers(state: Any) -> Any:
