@@ -15,7 +15,7 @@ from raysgd.controller.states import Outcome
 if TYPE_CHECKING:
     from raysgd.checkpoint.format.manifest import Manifest
     from raysgd.checkpoint.retention import Record
-    from raysgd.controller.policies.live import LiveStart
+    from raysgd.controller.policies.live import CopiedStart, LiveStart
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Start:
         uri: The checkpoint on storage.
         held: The manifest of the checkpoint in the cluster's memory, which is preferred to the one on storage.
         live: The complete step that survivors hold, which is preferred to both.
+        copied: The complete step of which ``held`` is a copy; None for a checkpoint.
         skipped: A line for each newer checkpoint of an earlier run that is damaged.
     """
 
@@ -35,6 +36,7 @@ class Start:
     number: int = 0
     held: Manifest | None = None
     live: LiveStart | None = None
+    copied: CopiedStart | None = None
     skipped: tuple[str, ...] = ()
 
     @property
@@ -44,12 +46,9 @@ class Start:
     @property
     def place(self) -> dict[str, Any]:
         """The place of the state, for the record of an attempt: storage, the cluster's memory, or that of survivors."""
-        memory = None if self.held is None else self.number
-        return {
-            "checkpoint": self.uri,
-            "memory": memory,
-            "live": None if self.live is None else list(self.live.held.id),
-        }
+        step = self.live or self.copied
+        memory = None if self.held is None or step is not None else self.number
+        return {"checkpoint": self.uri, "memory": memory, "live": None if step is None else list(step.id)}
 
 
 #: Distance between the last frame number in the journal and the first one after a restart. A reader may have received frames

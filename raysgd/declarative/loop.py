@@ -34,7 +34,7 @@ from raysgd.engine.config import EngineConfig
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.session import api, rank_state
-from raysgd.session.live import LiveState
+from raysgd.session.live.state import LiveState
 from raysgd.torch.batches import are_same_batches, count_rows, digest, take_rows
 from raysgd.torch.devices import device, to_device
 from raysgd.torch.loader import PreparedLoader

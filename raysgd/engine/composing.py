@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
+from raysgd.checkpoint.placing import place_state
 from raysgd.engine.checks import check_averages
 from raysgd.engine.config import OWN_PLAN_OF_SEQUENCES, RECOMPUTED_EVERY, EngineConfig
 from raysgd.engine.data_parallel.replicas import (
@@ -35,7 +36,6 @@ from raysgd.engine.optimizer.parameters import OptimizerNumbers, refuse_optimize
 from raysgd.errors import ConfigError
 from raysgd.torch.devices import device
 from raysgd.torch.model import is_wrapped, prepare_optimizer
-from raysgd.torch.restoring import place_state
 
 if TYPE_CHECKING:
     from raysgd.engine.pipeline.pipelined_model import PipelinedModel

@@ -32,7 +32,7 @@ from raysgd.torch.meshes import mesh as make_mesh
 
 if TYPE_CHECKING:
     from raysgd.engine.planning.strategy_plan import Plan
-    from raysgd.session.live import LiveState
+    from raysgd.session.live.state import LiveState
 
 
 class Engine:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from raysgd.checkpoint.checkpoint import Checkpoint
     from raysgd.data.dataset import WorkerDataset, WorkerDatasets
     from raysgd.data.order.handed_out import Passes
-    from raysgd.session.live import LiveState
+    from raysgd.session.live.state import LiveState
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Session(ABC):
     def load_checkpoint(self, path: Any, *, allow_pickle: bool) -> Any: ...
 
     def live_state(self, objects: Mapping[str, Any]) -> LiveState:
-        from raysgd.session.live import LiveState
+        from raysgd.session.live.state import LiveState
 
         return LiveState(None, objects)
 

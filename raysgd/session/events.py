@@ -140,12 +140,35 @@ class StartUnusable:
 #: The marks of a rank that may be needed: after the chosen step and the one after it, and after passes in the steps that follow.
 NUM_MARKS = 5
 
+#: Saves from this number on are copies of a live state.
+COPY_CALLS = 1 << 62
+
 
 class StepId(NamedTuple):
     """A step: the number of its attempt, and how many steps of that attempt are complete with it. Later ones are greater."""
 
     attempt: int
     step: int
+
+    @property
+    def copy_call(self) -> int:
+        """The number of the save that copies the state after this step to the cluster's memory."""
+        return COPY_CALLS + (self.attempt << 32) + self.step
+
+    @classmethod
+    def of_copy(cls, number: int) -> StepId:
+        """Return the step whose state a save, or the checkpoint that it makes, has copied."""
+        return cls(*divmod(number - COPY_CALLS, 1 << 32))
+
+
+def is_copy(number: int) -> bool:
+    """Whether the number of a save, or of a checkpoint, is that of a copy of a live state, which is in memory alone."""
+    return number >= COPY_CALLS
+
+
+def describe_checkpoint(number: int) -> str:
+    """Return how messages name a checkpoint, or a copy of a live state."""
+    return f"the memory copy of step {StepId.of_copy(number).step}" if is_copy(number) else f"checkpoint {number}"
 
 
 @dataclass(frozen=True)
@@ -167,13 +190,15 @@ class Mark:
 
 @dataclass(frozen=True)
 class HeldStep:
-    """A complete step whose whole state is in a worker's memory, unchanged since.
+    """A complete step whose state, or a piece of it, is in a worker's memory, unchanged since.
 
     Attributes:
         iteration: Rounds of the run up to the step.
         num_saves: Calls of ``save_checkpoint`` in the attempt up to the step.
         positions: The positions in the datasets, which are the same on all ranks.
         place: How often it was recorded again, after what a loop does between steps. Ranks are alike at the same place only.
+        piece: The piece of the state, as in ``pieces``.
+        pieces: The piece of each rank, named by the first rank that holds it; empty if each rank holds the whole state.
     """
 
     id: StepId
@@ -182,6 +207,8 @@ class HeldStep:
     num_saves: int = 0
     positions: Mapping[str, Any] = field(default_factory=dict)
     place: int = 0
+    piece: int = 0
+    pieces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

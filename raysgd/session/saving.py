@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd.checkpoint.codecs.shards import ShardWriter
 from raysgd.checkpoint.store import CheckpointStore, part_prefix
 from raysgd.errors import CheckpointNotFoundError, StorageError
-from raysgd.session.events import HoldFailed, PartFailed, PartHeld, PartSafe, Warned, WorkerEvent
+from raysgd.session.events import HoldFailed, PartFailed, PartHeld, PartSafe, Warned, WorkerEvent, is_copy
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.snapshot import Snapshot, StagingPool
@@ -135,6 +135,7 @@ class CheckpointWriter:
         stored_every: Checkpoints whose numbers are multiples of it go to storage.
 
     Attributes:
+        is_held: See above.
         on_chunk: Called whenever a file, or a part of one, is written to storage, in the writing thread.
     """
 
@@ -157,6 +158,7 @@ class CheckpointWriter:
         self._put = put
         self._stored_every = stored_every
         self.on_chunk: Callable[[], None] = lambda: None
+        self.is_held = is_held
         self._payloads = Payloads(put) if is_held else None
         self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._thread: threading.Thread | None = None
@@ -168,7 +170,7 @@ class CheckpointWriter:
         """Copy ``state`` into host memory and queue it for writing; waits while both staging buffers are in use.
 
         Args:
-            call: Number of the save, from 0.
+            call: Number of the save, from 0, or of a copy of a live state.
             state: The state to save.
             rank_state: The small state of this rank; see `raysgd.session.rank_state`.
             allow_pickle: Pickle what nothing else can hold.
@@ -181,7 +183,7 @@ class CheckpointWriter:
         shards = None if shared_by is None else ShardWriter(shared_by)
         snapshot = take_snapshot(state, self._pool, allow_pickle=allow_pickle, shards=shards)
         self._warn_of_wait(self._pool.waited_s - waited_s)
-        is_stored = (self._first_number + call) % self._stored_every == 0
+        is_stored = not is_copy(call) and (self._first_number + call) % self._stored_every == 0
         job = Job(call, snapshot, rank_state, began, is_stored + (self._payloads is not None))
         if self._payloads is not None:
             self._payloads.offer(job)

@@ -28,7 +28,7 @@ from raysgd.session.event_queue import EventQueue
 from raysgd.session.events import HeldStep, HoldsState, Mark, Saved, StartUnusable, StepId
 from raysgd.session.gates import SaveGate, StopGate
 from raysgd.session.generators import GeneratorText
-from raysgd.session.live import LiveState
+from raysgd.session.live.state import LiveState
 from raysgd.session.metrics import copy_metrics
 from raysgd.session.saving import CheckpointWriter
 
@@ -335,11 +335,30 @@ class WorkerSession(Session):
             self._datasets.positions(),
         )
 
-    def on_complete_step(self, *, needs_start: bool) -> None:
+    def copy_to_memory(self, step: int, state: Any) -> None:
+        """Copy the state after a step to the cluster's memory. All ranks call it.
+
+        Raises:
+            UsageError: Nothing is kept in memory.
+        """
+        if not self._writer.is_held:
+            raise UsageError(
+                "live_state(...): each rank holds a piece of the state that no other rank holds, and the run keeps no copies in "
+                "memory: give CheckpointConfig(keep_in_memory=True), or use save_checkpoint alone."
+            )
+        call = StepId(self.attempt, step).copy_call
+        seconds = time.monotonic() - self._clock_zero
+        with self.progress.checkpoint:
+            small = rank_state.capture(self._datasets)
+            self._writer.save(call, state, small, allow_pickle=False, shared_by=self.world_size)
+        self._event_queue.put(Saved(call, self.num_reports, seconds, True, False, False, None))
+
+    def on_complete_step(self, *, needs_start: bool, is_whole: bool) -> None:
         """A step is complete.
 
         Args:
             needs_start: Some rank may still need the state that this attempt started from.
+            is_whole: Each rank holds the whole state, from which a group of another size can continue.
 
         Raises:
             AttemptEnded: The attempt is over.
@@ -347,7 +366,8 @@ class WorkerSession(Session):
         if not needs_start and not self._is_state_announced:
             self._is_state_announced = True
             self._release_start()
-            self._event_queue.put(HoldsState(), urgent=True)
+            if is_whole:
+                self._event_queue.put(HoldsState(), urgent=True)
         self.progress.mark("live_state")
         self.check_live()
 

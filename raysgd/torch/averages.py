@@ -117,7 +117,14 @@ def _describe(parameter: nn.Parameter) -> torch.Tensor:
 
 @functools.cache
 def _check_optimizers() -> None:
+    inside: weakref.WeakSet[Optimizer] = (
+        weakref.WeakSet()
+    )  # of others, which are checked; each rank may have other parameters
+
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        inside.update(each for each in vars(optimizer).values() if isinstance(each, Optimizer))
+        if optimizer in inside:
+            return
         for each in list(_all):
             if each.is_checked:
                 each.check(optimizer)

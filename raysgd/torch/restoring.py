@@ -11,6 +11,7 @@ from torch import nn
 from raysgd.checkpoint.codecs.leaves import ByteArray
 from raysgd.checkpoint.codecs.shards import ShardIndex, full_index
 from raysgd.checkpoint.codecs.torch import is_dtensor, local_shards
+from raysgd.checkpoint.placing import check_array, held_tensors, place_array, place_optimizer_state
 from raysgd.checkpoint.resharding import SavedArray
 from raysgd.errors import CheckpointError
 from raysgd.torch.model import unwrap
@@ -47,7 +48,7 @@ def _restore(saved: Any, into: Any, place: str) -> None:
             _restore(saved[key], target, f"{place}[{key!r}]")
     elif isinstance(into, torch.Tensor):
         with torch.no_grad():
-            into.copy_(_placed(saved, into, place))
+            into.copy_(place_array(saved, into, place))
     elif isinstance(into, nn.Module):
         _load_module(saved, into, place)
     elif hasattr(into, "param_groups") and hasattr(into, "load_state_dict"):
@@ -87,13 +88,13 @@ def _load_module(saved: Any, module: nn.Module, place: str) -> None:
         state._metadata = metadata
     tensors = {key: value for key, value in saved.items() if isinstance(own[key], torch.Tensor)}
     for key, value in tensors.items():
-        _check(value, own[key], f"{place}[{key!r}]")
+        check_array(value, own[key], f"{place}[{key!r}]")
     # Nothing is overwritten before everything else is read, and what shall be read in place is found whole.
     filled = _find_fillable(tensors, own) if _loads_plainly(module) else {}
     for key, value in tensors.items():
         if key not in filled:
-            state[key] = _placed(value, own[key], f"{place}[{key!r}]")
-    held = _held_tensors(module)
+            state[key] = place_array(value, own[key], f"{place}[{key!r}]")
+    held = held_tensors(module)
     for key, (index, memory) in filled.items():
         saved[key].read_into(index.slices(), memory)
         state[key] = held.get(key, own[key])  # load_state_dict copies nothing onto itself
@@ -137,14 +138,6 @@ def _area(target: torch.Tensor) -> tuple[ShardIndex, ByteArray] | None:
     return index, held.reshape(-1).view(torch.uint8).numpy()
 
 
-def _held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers by name: `load_state_dict` does not copy one of them onto itself."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
-
-
 def _loads_plainly(module: nn.Module) -> bool:
     """Whether loading is torch's alone: code of others may exchange values, and must not find them written already."""
     if type(module).load_state_dict is not nn.Module.load_state_dict:
@@ -159,97 +152,3 @@ def _loads_plainly(module: nn.Module) -> bool:
     ]
     known = ("torch.", "raysgd.")
     return all((getattr(function, "__module__", None) or "").startswith(known) for function in functions)
-
-
-def place_state(module: nn.Module, state: dict[str, Any], prefix: str = "") -> None:
-    """Change a state dict so that a module can load it: tensors lie where the module's own do.
-
-    Args:
-        module: Its parameters may be distributed.
-        state: Changed in place; tensors, DTensors or saved arrays by name. Names that the module does not have stay.
-        prefix: What the names begin with.
-    """
-    for name, target in _held_tensors(module).items():
-        value = state.get(key := prefix + name)
-        is_placed = isinstance(value, torch.Tensor) and is_dtensor(value) == is_dtensor(target)
-        if not is_placed and isinstance(value, (SavedArray, torch.Tensor)):
-            value = value.full_tensor() if is_dtensor(value) else value
-            state[key] = _placed(value, target, f"state[{key!r}]")
-
-
-def place_optimizer_state(saved: Any, optimizer: Any, place: str) -> Any:
-    """Return a state dict for the optimizer: state of a parameter's shape lies where the parameter does."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    by_number = dict(enumerate(parameters))
-    state = {
-        number: {
-            name: place_like(name, value, by_number.get(number), f"{place}['state'][{number!r}][{name!r}]")
-            for name, value in of_parameter.items()
-        }
-        if isinstance(of_parameter, Mapping)
-        else of_parameter
-        for number, of_parameter in saved["state"].items()
-    }
-    return {**saved, "state": state}
-
-
-def place_like(name: str, value: Any, parameter: torch.Tensor | None, place: str) -> Any:
-    """Return an optimizer's value for a parameter: distributed as the parameter is, if it has the parameter's shape.
-
-    Args:
-        name: Its name in the optimizer's state. ``step`` is a number, also for a parameter without dimensions.
-        value: As it was saved; only tensors are placed.
-        parameter: None: the value stays as it is.
-        place: Where it was saved, for errors.
-    """
-    if not isinstance(value, (SavedArray, torch.Tensor)):
-        return value
-    if parameter is not None and tuple(value.shape) == tuple(parameter.shape) and (value.shape or name != "step"):
-        return _placed(value, parameter, place)
-    return value.read() if isinstance(value, SavedArray) else value
-
-
-def _check(value: Any, target: torch.Tensor, place: str) -> None:
-    if not isinstance(value, (SavedArray, torch.Tensor)):
-        raise CheckpointError(f"{place} was saved as {type(value).__name__}; a tensor is needed there.")
-    if tuple(value.shape) != tuple(target.shape):
-        raise CheckpointError(
-            f"{place} was saved with shape {tuple(value.shape)}; restore(..., into=...) has {tuple(target.shape)} there."
-        )
-
-
-def _placed(value: Any, target: torch.Tensor, place: str) -> Any:
-    """Return a value as ``target`` is distributed: a DTensor on its mesh, or a plain tensor."""
-    _check(value, target, place)
-    if not is_dtensor(target):
-        return value.read() if isinstance(value, SavedArray) else value
-    from torch.distributed.tensor import DTensor
-
-    if is_dtensor(value):
-        if value.device_mesh == target.device_mesh and value.placements == target.placements:
-            return value
-        value = value.full_tensor()
-    held = target.detach()._local_tensor  # type: ignore[attr-defined]
-    shards = local_shards(target)
-    whole = next(iter(shards), None)
-    is_plain = held.device.type == "cpu" and held.is_contiguous()
-    if isinstance(value, SavedArray) and is_plain and whole is not None and whole.shape == held.shape:
-        local = _read(value, whole)  # new memory costs more than what is read into it, so there is no second copy
-    else:
-        local = torch.empty_like(held, dtype=value.dtype)
-        for index, where in shards.items():
-            local[where] = _read(value, index)
-    return DTensor.from_local(
-        local,
-        target.device_mesh,
-        target.placements,
-        run_check=False,
-        shape=target.shape,
-        stride=target.stride(),
-    )
-
-
-def _read(value: Any, index: ShardIndex) -> Any:
-    if isinstance(value, SavedArray):
-        return value[index.slices()] if index.begin else value.read()
-    return value[index.slices()] if index.begin else value

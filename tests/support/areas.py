@@ -76,6 +76,7 @@ AREAS: dict[str, Area] = {
             "fault/test_forming.py",
             "fault/test_gcs_death.py",
             "fault/test_hangs.py",
+            "fault/test_live_shards.py",
             "fault/test_live_state.py",
             "fault/test_process_fuzz.py",
             "fault/test_stopped_processes.py",

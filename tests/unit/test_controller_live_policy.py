@@ -10,11 +10,13 @@ import pytest
 
 from raysgd.controller.policies.live import LiveStart, choose_step
 from raysgd.session.events import NUM_MARKS, HeldStep, LiveReport, Mark, StepId
+from raysgd.transport import Endpoint
 
 NUM_SCHEDULES = 2 * int(os.environ.get("RAYSGD_SCHEDULES", 1000))
 NUM_STEPS = 9
-#: What a rank does in a step. From "exchanged" on, the step has the rows of all ranks.
-PHASES = ("read", "forward", "exchange", "exchanged", "changing", "changed")
+#: What a rank does in a step. From "exchanged" on, the step has the rows of all ranks. Ranks exchange what belongs to their
+#: piece, and then agree that all of them have it; with whole states, the first is with all ranks.
+PHASES = ("read", "forward", "exchange", "exchanged", "agreed", "changing", "changed")
 SAVED_EVERY = 4
 
 
@@ -24,10 +26,12 @@ class State:
 
     Attributes:
         rows: The positions of the data whose rows made it.
+        piece: The piece of the state.
         is_torn: It has some changes of a step and lacks others.
     """
 
     rows: tuple[int, ...] = ()
+    piece: int = 0
     is_torn: bool = False
 
     @property
@@ -37,7 +41,7 @@ class State:
 
 @dataclass
 class Process:
-    """A worker's process, which trains as `raysgd.session.live` has it marked."""
+    """A worker's process, which trains as `raysgd.session.live.state` has it marked."""
 
     rank: int
     state: State
@@ -47,6 +51,7 @@ class Process:
     phase: int = 0
     complete: int = 0  # in this attempt
     draws: tuple[int, int] = (3, 0)  # in the forward pass of a step, and after it
+    pieces: tuple[int, ...] = ()
     marks: list[Mark] = field(default_factory=list)
     unsettled: bool = False
     kept: tuple[HeldStep, State] | None = None
@@ -56,14 +61,19 @@ class Process:
         settled = self.complete > 0 and not self.unsettled
         self.marks.append(Mark(self.complete, str(self.drawn).encode(), is_in_step, settled))
 
-    @property
-    def num_entered(self) -> int:
-        """The number of exchanges that this rank has entered in this attempt."""
-        return self.complete + (self.phase > PHASES.index("exchange"))
+    def num_entered(self, exchange: str) -> int:
+        """Return the number of exchanges that this rank has entered in this attempt."""
+        return self.complete + (self.phase > PHASES.index(exchange))
 
     def can_move(self, others: list[Process]) -> bool:
         """Whether the exchange that this rank waits in, if it does, is complete."""
-        return PHASES[self.phase] != "exchanged" or all(each.num_entered >= self.num_entered for each in others)
+        phase = PHASES[self.phase]
+        if phase == "exchanged":
+            with_me = [each for each in others if each.state.piece == self.state.piece]
+            return all(each.num_entered("exchange") >= self.num_entered("exchange") for each in with_me)
+        return phase != "agreed" or all(
+            each.num_entered("exchanged") >= self.num_entered("exchanged") for each in others
+        )
 
     def move(self) -> None:
         match PHASES[self.phase]:
@@ -78,9 +88,15 @@ class Process:
             case "changing":
                 self.state = replace(self.state, is_torn=True)
             case "changed":
-                self.state = State((*self.state.rows, self.position))
+                self.state = State((*self.state.rows, self.position), self.state.piece)
                 self.complete += 1
-                held = HeldStep(StepId(self.attempt, self.complete), positions={"data": self.position})
+                positions = {"data": self.position}
+                held = HeldStep(
+                    StepId(self.attempt, self.complete),
+                    positions=positions,
+                    piece=self.state.piece,
+                    pieces=self.pieces,
+                )
                 self.kept = held, self.state
                 self.phase = -1
                 self.mark(is_in_step=False)
@@ -90,7 +106,9 @@ class Process:
         if self.state.is_torn:
             self.kept = None
         held = None if self.kept is None else self.kept[0]
-        return LiveReport(self.rank, self.attempt, tuple(self.marks[-NUM_MARKS:]), held)
+        return LiveReport(
+            self.rank, self.attempt, tuple(self.marks[-NUM_MARKS:]), held, Endpoint(str(self.rank), 0, b"")
+        )
 
 
 class Run:
@@ -99,15 +117,20 @@ class Run:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.size = self.random.randint(2, 4)
+        by_size = {4: [(), (), (0, 1, 0, 1), (0, 0, 2, 2), (0, 0, 2, 3)]}
+        self.pieces = self.random.choice(by_size.get(self.size, [()]))
         self.draws = self.random.choice([(3, 0), (3, 0), (0, 0), (3, 2)])
         self.deaths_left = self.random.randint(1, 3)
-        self.saved: dict[int, tuple[State, dict[int, int]]] = {0: (State(), dict.fromkeys(range(self.size), 0))}
+        self.saved: dict[int, dict[int, int]] = {
+            0: dict.fromkeys(range(self.size), 0)
+        }  # what was drawn, by step and rank
         self.group = [self._new(rank, 1) for rank in range(self.size)]
         self.start: LiveStart | None = None
         self.outcomes: list[str] = []
 
     def _new(self, rank: int, attempt: int) -> Process:
-        return Process(rank, State(), 0, 0, attempt, draws=self.draws)
+        state = State((), self.pieces[rank] if self.pieces else 0)
+        return Process(rank, state, 0, 0, attempt, draws=self.draws, pieces=self.pieces)
 
     def run(self) -> None:
         attempt = 1
@@ -136,7 +159,7 @@ class Run:
         step = moved.state.step
         is_due = not moved.phase and not step % SAVED_EVERY
         if is_due and all((each.state.step, each.phase) == (step, 0) for each in self.group):
-            self.saved[step] = moved.state, {each.rank: each.drawn for each in self.group}
+            self.saved[step] = {each.rank: each.drawn for each in self.group}
 
     def _end_attempt(self) -> None:
         """Have the survivors leave: each still makes some moves, and an exchange that all have entered may or may not end."""
@@ -155,32 +178,28 @@ class Run:
         reports = {each.rank: each.report() for each in self.group if each.is_alive}
         chosen = choose_step(attempt - 1, reports, of_dead, self.start, old_size=self.size, new_size=self.size)
         by_rank = {each.rank: each for each in self.group}
-        source = None
-        if isinstance(chosen, LiveStart):
-            source = by_rank[chosen.holders[0]].kept
-            assert source is not None and source[0] == chosen.held
-            for rank in chosen.holders:
-                kept = by_rank[rank].kept
-                assert kept is not None and kept[1] == source[1], "ranks hold different states of one step"
         self.outcomes.append("live" if isinstance(chosen, LiveStart) else chosen)
         group = [self._new(rank, attempt) for rank in range(self.size)]
         for each in group:
-            old = by_rank[each.rank]
             if isinstance(chosen, LiveStart):
-                assert source is not None
-                each.kept = old.kept if each.rank in chosen.holders else None
-                each.state, each.drawn = source[1], int(chosen.small[each.rank])
-                each.position = chosen.held.positions["data"]
+                order = chosen.order_for(each.rank)
+                source = by_rank[each.rank if order.endpoint is None else int(order.endpoint.host)]
+                assert source.is_alive and source.kept is not None
+                held, state = source.kept
+                assert (held.id, held.piece) == (order.held.id, order.held.piece), "the source holds something else"
+                each.kept = source.kept if source is by_rank[each.rank] else None
+                each.state, each.drawn, each.position = state, int(order.small or b""), order.held.positions["data"]
             else:
                 step = max(self.saved)
-                each.state, each.drawn, each.position = self.saved[step][0], self.saved[step][1][each.rank], step
+                each.state = State(tuple(range(1, step + 1)), each.state.piece)
+                each.drawn, each.position = self.saved[step][each.rank], step
         self.start = chosen if isinstance(chosen, LiveStart) else None
         if self.start is not None and self.deaths_left and self.random.random() < 0.3:
             self._die_in_transfer(group, self.start)
         else:
             for each in group:
                 if self.start is not None:
-                    each.kept = self.start.held, each.state
+                    each.kept = self.start.order_for(each.rank).held, each.state
         self.group = group
         self.check()
 
@@ -189,8 +208,9 @@ class Run:
         self.deaths_left -= 1
         for each in group:
             if each.rank not in start.holders and self.random.random() < 0.5:
-                each.kept = start.held, each.state
-        group[start.holders[0]].is_alive = False
+                each.kept = start.order_for(each.rank).held, each.state
+        source, _ = self.random.choice(list(start.sources.values()))
+        group[source].is_alive = False
         self.group = group
         self.check()
         self._begin(group[0].attempt + 1)
@@ -202,6 +222,7 @@ class Run:
         (step,) = steps
         for each in self.group:
             assert not each.state.is_torn
+            assert each.state.piece == (self.pieces[each.rank] if self.pieces else 0)
             assert each.state.rows == tuple(range(1, step + 1)), "rows were lost, or came twice"
             assert each.drawn == step * sum(self.draws), "a generator is at another place than in an undisturbed run"
 

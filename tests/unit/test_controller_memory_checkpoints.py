@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -200,7 +200,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.queues: dict[int, asyncio.Queue[Any]] = {}
-        self.copied: list[dict[int, Any]] = []
+        self.copied: list[list[dict[int, Any]]] = []
         self.stored: list[tuple[int, Any, str, str]] = []
         self.reached: list[list[dict[int, Any]]] = []
         self.waited_s: list[float] = []
@@ -219,8 +219,8 @@ class Memory:
         self.stored.append((rank, part, folder, prefix))
         return [FileEntry(prefix, 1, 1)]
 
-    def copy(self, parts: Mapping[int, Any]) -> None:
-        self.copied.append(dict(parts))
+    def copy(self, checkpoints: Sequence[Mapping[int, Any]]) -> None:
+        self.copied.append([dict(parts) for parts in checkpoints])
 
 
 def manifest(number: int, **flags: Any) -> Manifest:
@@ -248,7 +248,7 @@ class Held:
         self.memory = Memory()
         self.fed: list[tuple[int, int, e.WorkerEvent]] = []
         self.parts = MemoryCheckpoints(self.memory, uri_of, lambda *event: self.fed.append(event))
-        self.parts.begin_attempt(2, 5, None)
+        self.parts.begin_attempt(2, 5, ())
 
     async def put(self, rank: int, payload: Any) -> None:
         self.memory.queues.setdefault(rank, asyncio.Queue()).put_nowait(payload)
@@ -278,7 +278,7 @@ def test_part_is_published_after_its_event_and_reference_arrived() -> None:
         with pytest.raises(LookupError):
             await held.parts.store(manifest(5))
         held.parts.close()
-        assert held.memory.copied[-1] == {}, "copies on other nodes are released as well"
+        assert held.memory.copied[-1] == [], "copies on other nodes are released as well"
 
     asyncio.run(scenario())
 
@@ -328,10 +328,10 @@ def test_next_attempt_keeps_only_the_checkpoint_it_resumes_from() -> None:
         held.parts.intercept(0, 2, saved(0))
         held.parts.intercept(0, 2, e.PartHeld(0, 10))
         await held.put(0, "ref0")
-        held.parts.begin_attempt(3, 6, manifest(5))
+        held.parts.begin_attempt(3, 6, {5})
         assert parts_of(held, manifest(5), rank=0) == {0: "ref0"}
         assert not held.parts.intercept(0, 2, e.PartHeld(1, 10)), "the machine ignores events of a previous attempt"
-        held.parts.begin_attempt(4, 7, None)
+        held.parts.begin_attempt(4, 7, ())
         assert not await held.parts.is_reachable(manifest(5))
 
     asyncio.run(scenario())
@@ -369,6 +369,112 @@ def test_end_of_event_stream_waits_for_announced_parts() -> None:
         await held.put(0, "ref0")
         await settling
         assert len(held.fed) == 1
+        held.parts.close()
+
+    asyncio.run(scenario())
+
+
+# -- copies of live states ------------------------------------------------------------------------------------------------
+
+
+def copy_step(
+    run: SimulatedRun,
+    step: int,
+    made: int,
+    *,
+    attempt: int = 1,
+    ranks: Sequence[int] = (0, 1),
+    digest: str | None = None,
+) -> None:
+    """Copy a live state after a step, on some ranks, when each of them has made some reports."""
+    call = e.StepId(attempt, step).copy_call
+    for rank in ranks:
+        given = e.Saved(call, made, float(made), True, False, False, None)
+        run.deliver(rank, given, e.PartHeld(call, 10, {"n": rank}, digest))
+
+
+def marked(step: int) -> e.Marked:
+    return e.Marked((e.Mark(step, b"{}"),))
+
+
+def test_run_continues_from_the_newest_complete_copy_of_a_live_state() -> None:
+    run = running(checkpoint_config=MEMORY_ALONE)
+    copy_step(run, 10, 1)
+    copy_step(run, 20, 2)
+    copy_step(run, 30, 3, ranks=[0])  # rank 1 dies before its part is there
+    run.deliver(1, marked(33))
+    kill(run)
+    run.ready()
+    entered = run.entries[-1]
+    assert entered.start.held is not None and e.StepId.of_copy(entered.start.held.number) == (1, 20)
+    assert (entered.start.iteration, entered.first_number) == (2, 1), "a copy takes no number of a checkpoint"
+    begun = run.events("attempt_start")[-1]
+    assert (begun["checkpoint"], begun["memory"], begun["live"]) == (None, None, [1, 20])
+    for rank in range(2):
+        run.deliver(rank, e.Entered(0.0))
+    (continued,) = run.events("continued")
+    assert continued["num_repeated"] == 13
+    assert "from memory copies, 13 steps repeated, nothing read from storage" in continued["why"]
+    assert not [each for each in run.events("warning") if "live state" in each["message"]]
+
+
+def test_later_checkpoint_is_preferred_to_a_copy() -> None:
+    run = running(checkpoint_config=MEMORY_ALONE)
+    copy_step(run, 10, 1)
+    run.deliver(0, e.Saved(0, 2, 2.0, False, False, False, None), e.PartHeld(0, 10))
+    run.deliver(1, e.Saved(0, 2, 2.0, False, False, False, None), part(0))
+    kill(run)
+    run.ready()
+    assert run.entries[-1].start.held is not None and run.entries[-1].start.held.number == 1
+
+
+def test_copy_is_used_again_until_a_newer_one_is_complete() -> None:
+    run = running(checkpoint_config=MEMORY_ALONE)
+    copy_step(run, 10, 1)
+    kill(run)
+    run.ready()
+    copy_step(run, 1, 2, attempt=2, ranks=[0])
+    kill(run)
+    run.ready()
+    assert run.events("attempt_start")[-1]["live"] == [1, 10]
+    copy_step(run, 1, 2, attempt=3)
+    kill(run)
+    run.ready()
+    assert run.events("attempt_start")[-1]["live"] == [3, 1]
+
+
+def test_copy_that_is_lost_or_unusable_is_replaced_by_a_checkpoint() -> None:
+    run = running(checkpoint_config=MEMORY_ALONE)
+    hold(run)
+    for step in (10, 20):
+        copy_step(run, step, step)
+        kill(run)
+        if step == 10:
+            run.feed(c.MemoryCopyLost(e.StepId(1, 10).copy_call))
+        run.ready()
+        if step == 20:
+            run.deliver(1, e.StartUnusable("damaged"))
+            for rank in range(2):
+                run.leave(rank, e.Ended())
+            run.ready()
+        assert run.events("attempt_start")[-1]["memory"] == 1
+    assert [each["message"] for each in run.events("warning")][-2:] == [
+        "the memory copy of step 10 is no longer in the cluster's memory",
+        "the memory copy of step 20 skipped: damaged",
+    ]
+
+
+def test_copies_and_checkpoints_do_not_replace_each_other_in_memory() -> None:
+    async def scenario() -> None:
+        held = Held()
+        calls = [0, e.StepId(2, 7).copy_call, 1, e.StepId(2, 8).copy_call]
+        for call in calls:
+            held.parts.intercept(0, 2, saved(call))
+            held.parts.intercept(0, 2, e.PartHeld(call, 10))
+            await held.put(0, f"ref{call}")
+            held.parts.keep(5 + call if call < 2 else call)
+        assert sorted(parts[0] for parts in held.memory.copied[-1]) == sorted(["ref1", f"ref{calls[3]}"])
+        assert parts_of(held, manifest(6), 0) and parts_of(held, manifest(calls[3]), 0)
         held.parts.close()
 
     asyncio.run(scenario())

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import raysgd
+from raysgd.checkpoint.placing import place_like
 from raysgd.engine.data_parallel.fully_sharded import fsdp_shard_placement
 from raysgd.engine.gradients.clipping import HostFlag, global_norm
 from raysgd.engine.model.precision import LossScale
 from raysgd.engine.optimizer.parameters import OptimizerNumbers
 from raysgd.engine.optimizer.shards import OptimizerShards
 from raysgd.errors import ConfigError, UsageError
-from raysgd.torch.restoring import place_like
 from support.tiny_models import batch, loss_of, make_model, weights
 
 pytestmark = pytest.mark.usefixtures("group")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from raysgd.errors import AttemptEnded, UsageError
 from raysgd.session.base import Identity
 from raysgd.session.event_queue import EventQueue
 from raysgd.session.events import Mark
-from raysgd.session.live import LiveState
-from raysgd.session.worker import WorkerSession
+from raysgd.session.live.state import LiveState
+from raysgd.session.worker import Codec, WorkerSession
 from support.sessions import FakeLink, FakeWriter
 
 
@@ -31,7 +31,7 @@ class Training:
             event_queue=EventQueue(1.0),
             writer=FakeWriter(),  # type: ignore[arg-type]
             link=FakeLink(),
-            codec=None,  # type: ignore[arg-type]
+            codec=Codec(pickle.dumps, pickle.loads),
             start=None,
             time_before_s=0.0,
             seed=None,
@@ -200,13 +200,3 @@ def test_live_state_outside_a_worker_is_saved_and_loaded() -> None:
     again = raysgd.live_state(model=other)
     again.load_state_dict(state)
     assert torch.equal(other.weight, model.weight) and again.state_dict()["epoch"] == 4
-
-
-def test_optimizer_of_the_engine_is_refused() -> None:
-    from raysgd.engine.optimizer.engine_optimizer import EngineOptimizer
-
-    training = Training()
-    optimizer = EngineOptimizer(training.optimizer, mock.Mock())
-    live = LiveState(training.session, {"model": training.model, "optimizer": optimizer})
-    with pytest.raises(UsageError, match=r"live_state\(optimizer=...\): each rank may hold a shard"):
-        live.step()

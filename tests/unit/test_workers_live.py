@@ -13,7 +13,7 @@ import torch
 from raysgd.checkpoint.streaming import read_state, stream_state
 from raysgd.errors import CheckpointCorruptError, CheckpointNotFoundError
 from raysgd.session.events import HeldStep, LiveReport, StepId
-from raysgd.session.live import KeptState
+from raysgd.session.live.kept import KeptState
 from raysgd.workers.orders import LiveOrder
 from raysgd.workers.process.live import FromSurvivor, LiveHolder
 

@@ -86,8 +86,43 @@ class AbsentTensor:
     dtype: Any
 
 
+@dataclass(frozen=True)
+class LocalShards:
+    """The elements of a DTensor that a rank holds, without the mesh, which ends with its process group.
+
+    Attributes:
+        local: The local tensor.
+        shape: Of the whole tensor.
+        places: Where its elements lie in the whole tensor, as `local_shards` has it.
+    """
+
+    local: Any
+    shape: tuple[int, ...]
+    places: tuple[ShardIndex, ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> LocalShards:
+        return cls(tensor._local_tensor.detach(), tuple(tensor.shape), tuple(local_shards(tensor)))
+
+    @property
+    def dtype(self) -> Any:
+        return self.local.dtype
+
+
+def _encode_local_shards(encoder: Any, shards: LocalShards) -> Json:
+    places = [[*map(list, index)] for index in shards.places]
+    return ["torch.local_shards", list(shards.shape), places, encoder.encode(shards.local)]
+
+
+def _decode_local_shards(decoder: Any, node: Json) -> LocalShards:
+    places = tuple(ShardIndex(tuple(begin), tuple(end)) for begin, end in node[2])
+    return LocalShards(decoder.decode(node[3]), tuple(node[1]), places)
+
+
 def find_encoder(value: Any) -> Callable[[Any, Any], Json] | None:
     """Return the encoder of a torch value, or None."""
+    if isinstance(value, LocalShards):
+        return _encode_local_shards
     if isinstance(value, AbsentTensor):
         return lambda encoder, absent: encoder.shards.add(
             encoder.path, f"torch.{_name(absent.dtype)}", absent.shape, {}
@@ -381,6 +416,7 @@ DECODERS: dict[str, Callable[[Any, Any], Any]] = {
     "torch.tensor": _decode_dense,
     "torch.parameter": _decode_dense,
     "torch.sparse": _decode_sparse,
+    "torch.local_shards": _decode_local_shards,
     "torch.size": lambda d, n: torch().Size(n[1:]),
     "torch.dtype": _decode_dtype,
     "torch.device": _decode_device,

@@ -19,7 +19,19 @@ from raysgd.controller.checkpoints.index import CheckpointIndex
 from raysgd.controller.checkpoints.pending import PendingCheckpoints
 from raysgd.controller.frames import Closing
 from raysgd.controller.run_plan import PreviousState, RunPlan, Start
-from raysgd.session.events import HoldFailed, LiveReport, Mark, Marked, PartFailed, PartHeld, PartSafe, Saved, StepId
+from raysgd.session.events import (
+    HoldFailed,
+    LiveReport,
+    Mark,
+    Marked,
+    PartFailed,
+    PartHeld,
+    PartSafe,
+    Saved,
+    StepId,
+    describe_checkpoint,
+    is_copy,
+)
 
 if TYPE_CHECKING:
     from raysgd.controller.policies.live import LiveStart
@@ -39,7 +51,7 @@ class MemoryTier:
         pending: The saves of the current attempt.
     """
 
-    def __init__(self, emit: Emit, on_in_memory: Callable[[int], None]) -> None:
+    def __init__(self, emit: Emit, on_in_memory: Callable[[int], None] = lambda number: None) -> None:
         self._emit = emit
         self._on_in_memory = on_in_memory
         self.index = CheckpointIndex(Start(), RetentionPolicy(1))
@@ -109,6 +121,7 @@ class CheckpointCoordinator:
         self._uri_of = uri_of
         self._emit = emit
         self._memory = MemoryTier(emit, on_in_memory) if config.keep_in_memory else None
+        self._copies = MemoryTier(emit)  # of live states
         self._stored_every = max(1, config.storage_interval)
         self._in_flight: dict[int, Manifest] = {}
         self._parts_s: dict[int, float] = {}  # of the slowest part of each of them
@@ -153,6 +166,20 @@ class CheckpointCoordinator:
         return held if held is not None and held.number >= (self.newest_number or 0) else None
 
     @property
+    def in_memory(self) -> Manifest | None:
+        """The newest checkpoint or copy of a live state in memory, if the next attempt would start from it."""
+        held, copied = self.newest_in_memory, self._copies.index.newest
+        stored = self._index.start(self._uri_of).time_total_s
+        is_later = copied is not None and copied.time_total_s > max(stored, 0.0 if held is None else held.time_total_s)
+        return copied if is_later else held
+
+    @property
+    def numbers_in_memory(self) -> set[int]:
+        """The numbers of the checkpoints and copies in memory that an attempt may start from."""
+        newest = self.newest_in_memory, self._copies.index.newest
+        return {manifest.number for manifest in newest if manifest is not None}
+
+    @property
     def has_unstored(self) -> bool:
         """Whether the next attempt would start from a checkpoint that is in memory alone."""
         held = self.newest_in_memory
@@ -176,8 +203,8 @@ class CheckpointCoordinator:
         return "The run has no checkpoint." if uri is None else f"Its last checkpoint, to resume from, is {uri}."
 
     def newest_iteration(self) -> int:
-        """Return the iteration of the newest checkpoint, also of one that is being committed; 0 without one."""
-        known = [*self._in_flight.values(), *self._index.manifests, self.newest_in_memory]
+        """Return the iteration of the newest checkpoint or copy, also of one that is being committed; 0 without one."""
+        known = [*self._in_flight.values(), *self._index.manifests, self.newest_in_memory, self.in_memory]
         return max((manifest.iteration for manifest in known if manifest is not None), default=0)
 
     def number_of(self, call: int) -> int:
@@ -239,12 +266,14 @@ class CheckpointCoordinator:
             world_size: The number of its ranks.
             live: What its processes have of the live state, by rank.
         """
-        start = self._find_start()
+        known = [*self._marks.values(), *(each.marks for each in live.values() if each.attempt == self._attempt)]
+        furthest = max((mark.step + mark.is_in_step for marks in known for mark in marks), default=0)
+        start = self._find_start(world_size, furthest)
         found = self.find_live(live, world_size)
-        if isinstance(found, str):
+        if isinstance(found, str) and start.copied is None:
             where = f"checkpoint {start.number}" if start.is_checkpoint else "the beginning"
             self._emit(c.warning(f"training continues from {where}, not from a live state: {found}"))
-        elif found is not None:
+        elif found is not None and not isinstance(found, str):
             iteration = max(start.iteration, found.held.iteration)
             start = Start(None, iteration, found.held.time_total_s, self._last_number, live=found)
         self._marks.clear()
@@ -262,7 +291,8 @@ class CheckpointCoordinator:
         self._pending = make_pending()
         if self._memory is not None:
             self._memory.begin_attempt(make_pending())
-        if start.held is not None and start.number % self._stored_every == 0:
+        self._copies.begin_attempt(PendingCheckpoints(attempt, world_size, 0, start))
+        if start.held is not None and start.copied is None and start.number % self._stored_every == 0:
             self.store_held()  # it was being written to storage when the last attempt ended
         return start, self._first_number
 
@@ -278,13 +308,16 @@ class CheckpointCoordinator:
             why = f"live state of step {live.held.id.step} skipped: {error}"
             self._emit(c.warning(why))
             return why
-        if self._started_from.held is not None and self._memory is not None:
+        held = self._started_from.held
+        if held is not None and is_copy(held.number):
+            self._copies.index.drop(number := held.number)
+        elif held is not None and self._memory is not None:
             self._memory.index.drop(number)
         elif self._index.has_older_than(number):
             self._index.drop(number)
         else:
             return None
-        why = f"checkpoint {number} skipped: {error}"
+        why = f"{describe_checkpoint(number)} skipped: {error}"
         self._emit(c.warning(why))
         return why
 
@@ -297,8 +330,17 @@ class CheckpointCoordinator:
         self._apply_scores(is_over=True)
         return max(0, self.newest_iteration() - iterations_before)
 
-    def _find_start(self) -> Start:
+    def _find_start(self, world_size: int, furthest: int) -> Start:
+        """Return where an attempt starts without a live state; ``furthest``: the last step that some rank had begun."""
         start, held = self._index.start(self._uri_of), self.newest_in_memory
+        newest = self.in_memory
+        if newest is not None and is_copy(newest.number) and (world_size == newest.world_size or newest.is_reshardable):
+            from raysgd.controller.policies.live import CopiedStart  # most runs need no live state
+
+            step = StepId.of_copy(newest.number)
+            number = start.number if held is None else held.number
+            copied = CopiedStart(step, max(1, furthest - (step.step if step.attempt == self._attempt else 0)))
+            return Start(None, newest.iteration, newest.time_total_s, number, newest, copied=copied)
         if held is None:
             return start
         uri = start.uri if start.number == held.number else None
@@ -319,6 +361,8 @@ class CheckpointCoordinator:
         if isinstance(event, Marked):
             self._marks[rank] = event.marks
             return None
+        if is_copy(event.call):
+            return self._copies.on_event(rank, event)
         problem = None if self._memory is None else self._memory.on_event(rank, event)
         if not isinstance(event, (PartHeld, HoldFailed)):
             problem = self._pending.on_event(rank, event) or problem
@@ -384,6 +428,9 @@ class CheckpointCoordinator:
                 given.number,
                 f"checkpoint {given.number} is in memory alone and could not be written to storage: {given.error}",
             )
+        elif is_copy(given.number):
+            self._copies.index.drop(given.number)
+            self._emit(c.warning(f"{describe_checkpoint(given.number)} is no longer in the cluster's memory"))
         elif self._memory is not None:
             self._memory.index.drop(given.number)
             self._lost.add(given.number)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from raysgd.checkpoint.format.manifest import Manifest
 from raysgd.checkpoint.storage.names import FileEntry
 from raysgd.checkpoint.store import part_prefix
-from raysgd.session.events import PartHeld, Saved, WorkerEvent
+from raysgd.session.events import PartHeld, Saved, WorkerEvent, is_copy
 from raysgd.session.rank_state import RankState, shared_states
 from raysgd.workers.orders import HeldCheckpoint
 
@@ -70,15 +70,15 @@ class MemoryCheckpoints:
         self._first_number = 0
         self._arrivals: dict[int, _Arrivals] = {}  # by rank
         self._checkpoints: dict[int, _Parts] = {}  # by number
+        self._kept: set[int] = set()  # the complete ones
         self._shared: tuple[int, dict[int, RankState]] | None = None  # of which checkpoint, and `shared_states` of it
 
-    def begin_attempt(self, attempt: int, first_number: int, start: Manifest | None) -> None:
-        """Begin to collect parts. Of earlier attempts, only the checkpoint that this one starts from is kept."""
+    def begin_attempt(self, attempt: int, first_number: int, kept: Collection[int]) -> None:
+        """Begin to collect parts. Of earlier attempts, only the checkpoints with these numbers are kept."""
         self._stop_reading()
         self._attempt, self._first_number = attempt, first_number
         self._shared = None
-        kept = None if start is None else start.number
-        self._checkpoints = {number: parts for number, parts in self._checkpoints.items() if number == kept}
+        self._checkpoints = {number: parts for number, parts in self._checkpoints.items() if number in kept}
 
     def intercept(self, rank: int, attempt: int, event: WorkerEvent) -> bool:
         """Take an event of a rank; returns whether it is kept back until its part has arrived."""
@@ -102,10 +102,14 @@ class MemoryCheckpoints:
                 await asyncio.wait_for(arrivals.settled.wait(), SETTLE_S)
 
     def keep(self, number: int) -> None:
-        """Copy a checkpoint to a second node and release all older ones, also those with missing parts."""
-        for older in [each for each in self._checkpoints if each < number]:
+        """Copy a checkpoint to a second node and release all older ones, also those with missing parts.
+
+        Checkpoints, and copies of live states, each replace their own kind.
+        """
+        for older in [each for each in self._checkpoints if each < number and is_copy(each) == is_copy(number)]:
             del self._checkpoints[older]
-        self._memory.copy(self._refs(number))
+        self._kept = {each for each in self._kept if is_copy(each) != is_copy(number)} | {number}
+        self._memory.copy([self._refs(each) for each in self._kept])
 
     def for_rank(self, manifest: Manifest | None, rank: int) -> HeldCheckpoint | None:
         """Return a checkpoint with the parts and the rank states that ``rank`` loads; None for None.
@@ -154,7 +158,7 @@ class MemoryCheckpoints:
         self._stop_reading()
         if self._checkpoints:
             self._checkpoints.clear()
-            self._memory.copy({})
+            self._memory.copy([])
 
     def _refs(self, number: int) -> Mapping[int, Any]:
         parts = self._checkpoints.get(number)
@@ -182,7 +186,8 @@ class MemoryCheckpoints:
     def _match(self, rank: int, arrivals: _Arrivals) -> None:
         while arrivals.arrived and arrivals.announced:
             ref, event = arrivals.arrived.popleft(), arrivals.announced.popleft()
-            parts = self._checkpoints.setdefault(self._first_number + event.call, _Parts())
+            number = event.call if is_copy(event.call) else self._first_number + event.call
+            parts = self._checkpoints.setdefault(number, _Parts())
             parts.refs[rank] = ref
             parts.num_bytes[rank] = event.num_bytes
             parts.has_shards |= event.unsharded_digest is not None

@@ -404,8 +404,8 @@ class Run:
         live = checkpoints.find_live(self._group.live_reports, self._group.size)
         if live is not None and not isinstance(live, str):  # the checkpoints in memory are not needed
             return
-        while (held := checkpoints.newest_in_memory) and not await self._held.is_reachable(
-            held, is_unstored=checkpoints.has_unstored
+        while (held := checkpoints.in_memory) and not await self._held.is_reachable(
+            held, is_unstored=checkpoints.has_unstored or e.is_copy(held.number)
         ):
             self._feed(c.MemoryCopyLost(held.number))
 
@@ -430,7 +430,7 @@ class Run:
         self._values.clear()
         self._files.delete(self._reads.end())
         self._reads = CheckpointReads(command.first_number)
-        self._held.begin_attempt(attempt, command.first_number, start.held)
+        self._held.begin_attempt(attempt, command.first_number, self._machine.checkpoints.numbers_in_memory)
         recording = asyncio.ensure_future(
             self._record_attempt(AttemptRecord(self._request.run_id, attempt, size, start.iteration))
         )

@@ -16,7 +16,7 @@ from raysgd.controller.policies.growth import ScalingPolicy
 from raysgd.controller.states import Running
 
 if TYPE_CHECKING:
-    from raysgd.controller.policies.live import LiveStart
+    from raysgd.controller.policies.live import CopiedStart, LiveStart
 
 Emit = Callable[[c.Command], None]
 #: Why a group forms again without a failure: it grows, is preempted or pauses, or the checkpoint it started from is damaged.
@@ -305,7 +305,7 @@ class Continuation:
         self._emit = emit
         self._lost: tuple[int, ...] = ()
         self._ended_at = 0.0
-        self._live: LiveStart | None = None
+        self._live: LiveStart | CopiedStart | None = None
         self._missing: set[int] = set()
 
     def on_end(self) -> None:
@@ -316,14 +316,16 @@ class Continuation:
         """The cause is known."""
         self._lost = failure.ranks if failure.cause == "death" else ()
 
-    def begin(self, live: LiveStart | None, world_size: int) -> None:
-        """The next attempt begins, from ``live`` if that is given."""
+    def begin(self, live: LiveStart | CopiedStart | None, world_size: int) -> None:
+        """The next attempt begins, from a complete step if that is given."""
         self._live, self._missing = live, set(range(world_size))
 
     def on_entered(self, rank: int) -> None:
         """A rank has entered train_func."""
         self._missing.discard(rank)
         if self._live is not None and not self._missing:
-            data = self._live.describe(self._lost, round(self._clock() - self._ended_at, 3))
+            from raysgd.controller.policies.live import describe_continuation  # most runs need no live state
+
+            data = describe_continuation(self._live, self._lost, round(self._clock() - self._ended_at, 3))
             self._emit(c.RecordEvent("continued", data))
             self._live = None

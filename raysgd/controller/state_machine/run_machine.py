@@ -214,7 +214,7 @@ class RunMachine:
         of_frame = data | {"workers_per_replica": self._plan.workers_per_replica}
         self._emit(c.EmitFrame(frames.ATTEMPT, attempt, data=of_frame))
         self._emit(c.RecordEvent("attempt_start", {**data, **start.place}))
-        self._continuation.begin(start.live, world_size)
+        self._continuation.begin(start.live or start.copied, world_size)
         self._emit(c.StartAttempt(attempt, start, first_number))
 
     # -- Running: events of ranks -------------------------------------------------------------------------------------

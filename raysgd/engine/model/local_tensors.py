@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
+from raysgd.checkpoint.placing import place_like
 from raysgd.errors import UsageError
-from raysgd.torch.restoring import place_like
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

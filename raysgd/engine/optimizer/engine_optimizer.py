@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
+from raysgd.checkpoint.placing import place_optimizer_state
 from raysgd.engine.optimizer.parameters import refuse_optimizer
 from raysgd.errors import UsageError
 from raysgd.session import api
 from raysgd.torch.devices import device
-from raysgd.torch.restoring import place_optimizer_state
 
 if TYPE_CHECKING:
     from raysgd.engine.step import Step
@@ -79,16 +79,6 @@ class EngineOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"EngineOptimizer({self.inner!r})"
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ``state_dict`` of the model and of this optimizer lack a part of the state on this rank."""
-        data_parallel = self._step.composed.data_parallel
-        return (
-            data_parallel.is_sharded
-            or bool(data_parallel.shards.tensor_of)
-            or api.world_size() > api.data_parallel_size()
-        )
 
     @property
     def is_complete(self) -> bool:

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raysgd._util.text import with_article
+from raysgd.checkpoint.placing import place_like
 from raysgd.engine.optimizer.shards import OptimizerShards
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.torch.restoring import place_like
 
 #: Settings of an optimizer's groups that say how steps are computed, not which.
 _OF_KERNELS = ("fused", "foreach", "capturable")

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from raysgd.checkpoint.codecs.torch import is_dtensor
+from raysgd.checkpoint.placing import place_like
 from raysgd.engine.gradients.averaging import average_gradients, average_rows, in_buckets
 from raysgd.engine.model.local_tensors import (
     all_gather,
@@ -38,7 +39,6 @@ from raysgd.engine.model.local_tensors import (
     place_gradient,
 )
 from raysgd.errors import UsageError
-from raysgd.torch.restoring import place_like
 
 #: Elements of master weights that are compared at a time, so that there is no second copy of a large one.
 _PIECE = 1 << 20

@@ -31,7 +31,7 @@ from raysgd.functions.worker.predicting import load_start, rows_on_all_devices
 from raysgd.functions.worker.steps import Steps, find_steps, mesh_of
 from raysgd.functions.worker.train_state import TrainState, cast, fetch
 from raysgd.session import api, context, rank_state
-from raysgd.session.live import LiveState
+from raysgd.session.live.state import LiveState
 from raysgd.train.loop import LoopPosition, LoopSettings, Stepper
 from raysgd.train.loop import train as run_loop
 

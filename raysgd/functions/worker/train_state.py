@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from raysgd.functions.sharding import DATA_AXIS, MODEL_AXIS, ParameterSharding, ShardingPlan
 from raysgd.functions.trees import as_nested_dict, key_of
 from raysgd.jax.restoring import restore
-from raysgd.session.live import NotComputedError
+from raysgd.session.live.state import NotComputedError
 
 #: Bytes of an optimizer's state from which on it is sharded along the data axis. To gather the parameters after each update costs
 #: a collective for each one, which takes longer than the step of a small model.

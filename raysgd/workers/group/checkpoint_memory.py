@@ -75,13 +75,18 @@ class ClusterMemory:
             raise WorkerError("no worker process is left to write the checkpoint")
         return list(await loaded[0].handle.store.remote([part], folder, prefix))
 
-    def copy(self, parts: Mapping[int, Any]) -> None:
+    def copy(self, checkpoints: Sequence[Mapping[int, Any]]) -> None:
         """Keep a copy of each part on a second node, if there is one, instead of the copies kept so far.
 
         Args:
-            parts: The parts by the rank that saved them.
+            checkpoints: The parts of each checkpoint by the rank that saved them.
         """
         infos = {rank: worker.info for rank, worker in enumerate(self._members) if worker is not None}
         self._agents.keep_copies(
-            [(info.node_id, parts[rank]) for rank, info in infos.items() if info and rank in parts]
+            [
+                (info.node_id, parts[rank])
+                for parts in checkpoints
+                for rank, info in infos.items()
+                if info and rank in parts
+            ]
         )

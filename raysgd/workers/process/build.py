@@ -27,7 +27,7 @@ from raysgd.errors import AttemptEnded, CheckpointNotFoundError
 from raysgd.session import rank_state
 from raysgd.session.base import Identity
 from raysgd.session.event_queue import EventQueue
-from raysgd.session.events import Warned
+from raysgd.session.events import Warned, describe_checkpoint
 from raysgd.session.media import ImageFolder
 from raysgd.session.rank_state import make_deterministic, seed_generators, use_one_thread
 from raysgd.session.saving import CheckpointWriter
@@ -76,7 +76,7 @@ class FromMemory:
             {rank: MemoryPart(partial(self._get, part)) for rank, part in self.held.parts.items()},
             rank,
             world_size=world_size,
-            where=f"checkpoint {manifest.number}",
+            where=describe_checkpoint(manifest.number),
             allow_pickle=allow_pickle,
             on_unusable=on_unusable,
         )
@@ -86,8 +86,8 @@ class FromMemory:
         try:
             return ray.get(part)
         except RayError as error:
-            number = self.held.manifest.number
-            raise CheckpointNotFoundError(f"checkpoint {number} is no longer in memory: {error}") from error
+            what = describe_checkpoint(self.held.manifest.number)
+            raise CheckpointNotFoundError(f"{what} is no longer in memory: {error}") from error
 
 
 @dataclass(frozen=True)

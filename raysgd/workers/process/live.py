@@ -13,7 +13,8 @@ from raysgd.checkpoint.streaming import read_state, stream_state
 from raysgd.errors import CheckpointError, CheckpointNotFoundError, UsageError
 from raysgd.session import rank_state
 from raysgd.session.events import HeldStep, LiveReport, Mark
-from raysgd.session.live import KeptState, LiveState
+from raysgd.session.live.kept import KeptState, without_meshes
+from raysgd.session.live.state import LiveState
 from raysgd.transport import Endpoint, Listener, connect
 from raysgd.workers.orders import LiveOrder
 
@@ -42,12 +43,15 @@ class LiveHolder:
 
     def begin(self, run_id: str, order: LiveOrder | None) -> None:
         """An attempt begins. Only the state that it starts from is kept."""
-        if self._kept is not None and (order is None or _key(self._kept.held) != _key(order.held)):
+        if self._kept is not None and (order is None or not _is_same_step(self._kept.held, order.held)):
             self.release()
         self._run_id, self._marks, self._problem = run_id, (), None
 
     def keep(self, kept: KeptState) -> None:
-        """Keep a state that was copied from another worker, until a step of this attempt is complete."""
+        """Keep a state that was copied from another worker, until a step of this attempt is complete.
+
+        What this process held is sent on to those that still need it.
+        """
         self._kept = kept
 
     def release(self) -> None:
@@ -88,7 +92,9 @@ class LiveHolder:
         held = None if kept is None else kept.held
         if held is None and not self._marks and self._problem is None:
             return None
-        if kept is not None and self._server is None:
+        if kept is not None and (self._server is None or self._server.kept is not kept):
+            if self._server is not None:
+                self._server.close()
             self._server = _Server(kept, self._node_ip)
         endpoint = None if self._server is None else self._server.endpoint
         return LiveReport(*self._last, self._marks, held, endpoint, self._problem)
@@ -102,7 +108,7 @@ class _Server:
     """
 
     def __init__(self, kept: KeptState, node_ip: str) -> None:
-        self._kept = kept
+        self.kept = kept
         self._loop = asyncio.new_event_loop()
         self._listener = Listener({_KIND: self._send})
         self.endpoint = self._loop.run_until_complete(self._listener.open(node_ip))
@@ -125,11 +131,11 @@ class _Server:
         self._loop.close()
 
     async def _send(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send the state, without its checksums if it has changed meanwhile; nothing if another one is asked for."""
-        if _key(self._kept.held) != hello["step"]:
+        """Send the state, without its checksums if it has changed meanwhile; nothing if another one or piece is asked for."""
+        if _key(self.kept.held) != hello["step"]:
             return
         writer.transport.set_write_buffer_limits(high=0)  # a chunk is valid until the next one
-        for chunk in stream_state(self._kept.state, is_valid=lambda: self._kept.is_unchanged):
+        for chunk in stream_state(self.kept.state, is_valid=lambda: self.kept.is_unchanged):
             writer.write(chunk)
             await writer.drain()
 
@@ -148,10 +154,10 @@ class FromSurvivor:
         self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
     ) -> tuple[Any, dict[str, Any]]:
         kept = self.holder.kept
-        if kept is None:
+        if kept is None or kept.held.piece != self.order.held.piece:
             kept = KeptState(self.order.held, _copy_from(self.order.endpoint, self.order.held))
             self.holder.keep(kept)
-        return _copy_containers(kept.state), rank_state.after_step(self.order.small, self.order.held.positions)
+        return without_meshes(kept.state), rank_state.after_step(self.order.small, self.order.held.positions)
 
 
 def _copy_from(endpoint: Endpoint | None, held: HeldStep) -> Any:
@@ -176,15 +182,9 @@ def _copy_from(endpoint: Endpoint | None, held: HeldStep) -> Any:
         raise CheckpointNotFoundError(f"{where} could not be copied: {type(error).__name__}: {error}") from error
 
 
+def _is_same_step(one: HeldStep, other: HeldStep) -> bool:
+    return (one.id, one.place) == (other.id, other.place)
+
+
 def _key(held: HeldStep) -> list[int]:
-    return [*held.id, held.place]
-
-
-def _copy_containers(state: Any) -> Any:
-    """Copy dicts and lists, so that the caller may change them; tensors stay the same objects."""
-    if isinstance(state, dict):
-        copied = state.copy()
-        for key, value in state.items():
-            copied[key] = _copy_containers(value)
-        return copied
-    return [_copy_containers(each) for each in state] if isinstance(state, list) else state
+    return [*held.id, held.piece, held.place]

@@ -8,12 +8,16 @@ An optimizer's step begins the changes, and `LiveState.step` ends them. The stat
 never taken, nor one whose tensors count other changes.
 
 Loops of raysgd have one by themselves: `raysgd.train.loop.train` calls `LiveState.complete`.
+A rank may hold a piece of the state. Where other ranks hold the same piece, no rank begins the changes of a step before all ranks
+have their gradients: otherwise one piece could be a step ahead of another. Where no other rank holds it, the state is copied to
+the cluster's memory from time to time.
 """
 
 from __future__ import annotations
 
 import copy
 import operator
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -23,6 +27,9 @@ from typing import Any, Protocol, final, runtime_checkable
 from raysgd._util.imports import imported
 from raysgd.errors import UsageError
 from raysgd.session.events import NUM_MARKS, HeldStep, Mark
+from raysgd.session.live.copies import CopyInterval
+from raysgd.session.live.kept import KeptState, versions
+from raysgd.session.live.pieces import are_replicated, describe_piece, number_pieces
 
 
 class Attempt(Protocol):
@@ -31,11 +38,21 @@ class Attempt(Protocol):
     num_reports: int
     send_mark: Callable[[Mark], None]
 
+    @property
+    def world_rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
     def own_state(self) -> bytes: ...
 
     def held_step(self, step: int) -> HeldStep: ...
 
-    def on_complete_step(self, *, needs_start: bool) -> None: ...
+    def on_complete_step(self, *, needs_start: bool, is_whole: bool) -> None: ...
+
+    def gather(self, obj: Any) -> list[Any]: ...
+
+    def copy_to_memory(self, step: int, state: Any) -> None: ...
 
     def check_live(self) -> None: ...
 
@@ -68,29 +85,6 @@ _SETTLED_AFTER = 3
 
 #: Types of values that do not change.
 _PLAIN = frozenset({int, float, bool, str, type(None)})
-#: An optimizer of torch of which each rank holds a shard.
-_SHARDING = "ZeroRedundancyOptimizer"
-
-
-@final
-class KeptState:
-    """The state of a complete step, in the memory of this process.
-
-    Args:
-        held: The step.
-        state: As `LiveState.state_dict` returns it.
-    """
-
-    def __init__(self, held: HeldStep, state: dict[str, Any]) -> None:
-        self.held = held
-        self.state = state
-        self._tensors = list(_tensors_in(state))
-        self._versions = _versions(self._tensors)
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether nothing has changed the tensors, as far as torch counts changes."""
-        return _versions(self._tensors) == self._versions
 
 
 @dataclass(frozen=True)
@@ -152,6 +146,9 @@ class LiveState:
         self._hooks: list[Any] = []
         self._tensors: list[Any] = []
         self._buffered: list[Any] = []  # modules
+        self._pieces: tuple[int, ...] = ()
+        self._interval: CopyInterval | None = None
+        self._flag: Any = None  # what ranks exchange before they change their pieces
         self.is_changing = False
         self.num_steps = 0
         self.marks: deque[Mark] = deque(maxlen=NUM_MARKS)
@@ -171,7 +168,7 @@ class LiveState:
             **values: Small values that belong to the state, such as ``epoch=epoch``. They are copied.
 
         Raises:
-            UsageError: The ranks have shards of the state.
+            UsageError: No other rank holds this rank's piece of the state, and nothing is kept in memory.
             SessionError: The attempt is over.
         """
         self._values = values
@@ -194,24 +191,34 @@ class LiveState:
             return
         if self._session is not None:
             if not self.num_steps:
-                self._check_is_whole()
+                self._find_pieces(self._session)
             self._record(self._session, values, is_same_step=is_same_step)
         self.num_steps += not is_same_step
         self.is_changing = self._is_in_step = False
         if self._session is not None:
             # A step that the device computes later is computed, and all ranks are in it, when the next one is complete.
-            self._session.on_complete_step(needs_start=self.num_steps < (self._complete.maxlen or 1))
+            needs_start = self.num_steps < (self._complete.maxlen or 1)
+            self._session.on_complete_step(needs_start=needs_start, is_whole=not self._pieces)
+            if not is_same_step:
+                self._copy_to_memory(self._session)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as `raysgd.load_checkpoint` returns it: ``raysgd.save_checkpoint(live)`` saves it."""
+        """Return the state as `raysgd.load_checkpoint` returns it: ``raysgd.save_checkpoint(live)`` saves it.
+
+        Where ranks hold pieces, give ``all_ranks=True``.
+        """
         self._check_objects("engine.save_checkpoint(...) saves")
-        return {name: given.state_dict() for name, given in self._objects.items()} | self._values
+        return {name: _state_dict(given) for name, given in self._objects.items()} | self._values
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `raysgd.load_checkpoint` returned into the objects; values of `step` are left to the caller."""
+        """Load what `raysgd.load_checkpoint` returned into the objects; values of `step` are left to the caller.
+
+        Raises:
+            CheckpointError: The objects are distributed in another way than those of which this rank holds a piece.
+        """
         self._check_objects("engine.load_checkpoint() loads")
         for name, given in self._objects.items():
-            given.load_state_dict(state[name])
+            _load(given, state[name], f"state[{name!r}]")
         self._values = {name: value for name, value in state.items() if name not in self._objects}
 
     # -- what the worker calls ----------------------------------------------------------------------------------------
@@ -223,7 +230,7 @@ class LiveState:
         now = self._list_tensors()
         is_same = len(now) == len(self._tensors) and all(map(operator.is_, now, self._tensors))
         is_same = is_same and self._list_buffered() == self._buffered
-        if not is_same or _versions(now) != self._complete[-1].versions:
+        if not is_same or versions(now) != self._complete[-1].versions:
             return None
         num_reports = self._reports_in_step if self._is_in_step else self._session.num_reports
         while self._complete:
@@ -260,10 +267,10 @@ class LiveState:
         self._is_settled = self._is_settled and (is_same_step or self._is_in_step) and small == self._small_after_pass
         others = {name: _copied(given.state_dict()) for name, given in self._copied.items()}
         complete = _Complete(
-            replace(session.held_step(step), place=place),
+            replace(session.held_step(step), piece=self._own_piece, pieces=self._pieces, place=place),
             session.num_reports,
             values,
-            _versions(self._tensors),
+            versions(self._tensors),
             {id(buffer): buffer.detach().clone() for buffer in self._buffers()},
             {name: [_settings(group) for group in given.param_groups] for name, given in self._optimizers.items()},
             others | {name: given.snapshot() for name, given in self._snapshots.items()},
@@ -294,6 +301,11 @@ class LiveState:
     def _on_change(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """An optimizer is about to change the state."""
         session, torch = self._session, imported("torch")
+        is_own = any(
+            optimizer in (given, _inner(given), getattr(given, "inner", None)) for given in self._objects.values()
+        )
+        if torch is not None and self._flag is not None and is_own and not self.is_changing:
+            torch.distributed.all_reduce(self._flag)
         if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # so that the gradients are those of all ranks, or the attempt is over
         if session is not None:
@@ -307,16 +319,22 @@ class LiveState:
 
     def _list_tensors(self) -> list[Any]:
         """Return the tensors that are not copied."""
-        found: list[Any] = []
-        for given in self._objects.values():
+        return [value for _, value in self._named_tensors()]
+
+    def _named_tensors(self) -> Iterator[tuple[str, Any]]:
+        for name, given in self._objects.items():
             if _is_optimizer(given):
-                values = [value for state in given.state.values() for value in state.values()]
-                found += [value for value in values if hasattr(value, "_version")]
+                inner = _inner(given)
+                parameters = (each for group in inner.param_groups for each in group["params"])
+                for number, parameter in enumerate(parameters):
+                    for key, value in inner.state.get(parameter, {}).items():
+                        if hasattr(value, "_version"):
+                            yield f"{name}.{number}.{key}", value
             elif _is_module(given):
-                found += given.parameters()
+                given.state_dict()  # FSDP puts its shards in place
+                yield from ((f"{name}.{key}", value) for key, value in given.named_parameters())
             elif hasattr(given, "live_tensors"):
-                found += given.live_tensors()
-        return found
+                yield from ((f"{name}.{number}", value) for number, value in enumerate(given.live_tensors()))
 
     def _list_buffered(self) -> list[Any]:
         """Return the modules that have buffers."""
@@ -336,38 +354,39 @@ class LiveState:
             state = given.state_dict(keep_vars=True)
             for key, value in state.items():
                 if hasattr(value, "detach"):
-                    state[key] = complete.buffers.get(id(value), value).detach()
+                    value = complete.buffers.get(id(value), value)
+                    # Changes are not counted in a detached DTensor.
+                    state[key] = value if hasattr(value, "_local_tensor") else value.detach()
             return state
-        state = given.state_dict()
+        state = _state_dict(given)
         groups = zip(state["param_groups"], complete.groups[name], strict=True)
         return {**state, "param_groups": [{**group, **settings} for group, settings in groups]}
 
-    def _check_is_whole(self) -> None:
-        for name, given in self._objects.items():
-            tensors = given.parameters() if _is_module(given) else ()
-            is_shard = getattr(given, "is_sharded", False) or any(
-                each.__name__ == _SHARDING for each in type(given).__mro__
-            )
-            if is_shard or any(hasattr(each, "to_local") for each in tensors):
-                raise UsageError(
-                    f"live_state({name}=...): each rank may hold a shard of it, and those of a dead rank are nowhere "
-                    "else. Use save_checkpoint with CheckpointConfig(keep_in_memory=True), which copies them to another node."
-                )
+    # -- pieces -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _own_piece(self) -> int:
+        return self._pieces[self._session.world_rank] if self._pieces and self._session is not None else 0
 
-def _tensors_in(state: Any) -> Iterator[Any]:
-    if isinstance(state, Mapping):
-        state = state.values()
-    elif not isinstance(state, (list, tuple)):
-        if hasattr(state, "_version"):
-            yield state
-        return
-    for each in state:
-        yield from _tensors_in(each)
+    def _find_pieces(self, session: Attempt) -> None:
+        """Find out which ranks hold the same."""
+        torch = imported("torch")
+        if torch is None or session.world_size == 1 or not self._objects:
+            return
+        self._pieces = number_pieces(session.gather(describe_piece(self._named_tensors())))
+        if not are_replicated(self._pieces):
+            self._interval = CopyInterval()
+        elif self._pieces:
+            self._flag = torch.zeros(1, device=next(iter(self._named_tensors()))[1].device)
 
-
-def _versions(tensors: Any) -> list[int]:
-    return [tensor._version for tensor in tensors]
+    def _copy_to_memory(self, session: Attempt) -> None:
+        """Copy the state, if it is time to."""
+        if self._interval is None or not self._interval.is_due(self.num_steps):
+            return
+        began = time.monotonic()
+        session.copy_to_memory(self.num_steps, self.state_dict())
+        times = self._interval.measure(self.num_steps, began, time.monotonic())
+        self._interval.on_copied(self.num_steps, session.gather(times))
 
 
 def _is_module(given: Any) -> bool:
@@ -390,3 +409,31 @@ def _copied(value: Any) -> Any:
     if kind is dict:
         return {key: _copied(each) for key, each in value.items()}
     return [_copied(each) for each in value] if kind is list else copy.deepcopy(value)
+
+
+def _inner(given: Any) -> Any:
+    """Return the optimizer with the state that this rank holds: torch's ZeroRedundancyOptimizer would gather that of all."""
+    is_divided = any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(given).__mro__)
+    return given.optim if is_divided else given
+
+
+def _state_dict(given: Any) -> Any:
+    inner = _inner(given)
+    if inner is not given:  # it takes over the settings in the next step
+        given._sync_param_groups(given.param_groups, inner.param_groups)
+    return inner.state_dict()
+
+
+def _load(given: Any, state: Any, place: str) -> None:
+    """Load a state into an object, whose tensors may be distributed."""
+    inner = _inner(given)
+    if imported("torch") is not None and (_is_module(given) or _is_optimizer(given)):
+        from raysgd.checkpoint.placing import place_optimizer_state, place_state
+
+        if _is_module(given):
+            place_state(given, state := copy.copy(state))
+        elif any(hasattr(each, "_local_tensor") for group in given.param_groups for each in group["params"]):
+            state = place_optimizer_state(state, inner, place)
+    inner.load_state_dict(state)
+    if inner is not given:
+        given._sync_param_groups(inner.param_groups, given.param_groups)

@@ -1,0 +1,65 @@
+"""`KeptState`: the state of a complete step, which a process keeps for the next attempt. Worker side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+from raysgd.session.events import HeldStep
+
+
+@final
+class KeptState:
+    """The state of a complete step, in the memory of this process.
+
+    Args:
+        held: The step.
+        state: As `LiveState.state_dict` returns it.
+
+    Attributes:
+        state: The state without meshes, which end with their process groups.
+    """
+
+    def __init__(self, held: HeldStep, state: dict[str, Any]) -> None:
+        self.held = held
+        self.state = without_meshes(state)
+        self._tensors = list(_tensors_in(state))
+        self._versions = versions(self._tensors)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing has changed the tensors, as far as torch counts changes."""
+        return versions(self._tensors) == self._versions
+
+
+def _tensors_in(state: Any) -> Iterator[Any]:
+    if isinstance(state, Mapping):
+        state = state.values()
+    elif not isinstance(state, (list, tuple)):
+        tensor = getattr(state, "local", state)
+        if hasattr(tensor, "_version"):
+            yield tensor
+        return
+    for each in state:
+        yield from _tensors_in(each)
+
+
+def versions(tensors: Any) -> list[int]:
+    """Return torch's counts of the changes of tensors. An operation on a DTensor counts there, or at its local tensor."""
+    return [tensor._version + getattr(tensor, "_local_tensor", tensor)._version for tensor in tensors]
+
+
+def without_meshes(state: Any) -> Any:
+    """Copy dicts and lists of a state; in place of DTensors, the copy has what this rank holds of them."""
+    if isinstance(state, dict):
+        copied = state.copy()
+        for key, value in state.items():
+            copied[key] = without_meshes(value)
+        return copied
+    if isinstance(state, list):
+        return [without_meshes(each) for each in state]
+    if not hasattr(state, "_local_tensor"):
+        return state
+    from raysgd.checkpoint.codecs.torch import LocalShards
+
+    return LocalShards.of(state)
