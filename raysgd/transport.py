@@ -131,6 +131,18 @@ def pack(message: Any) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
+def split_messages(data: bytes) -> tuple[list[bytes], bytes]:
+    """Return the pickles of the messages that are whole in ``data``, and the rest."""
+    found, start = [], 0
+    while len(data) - start >= _LENGTH.size:
+        end = start + _LENGTH.size + _size(data[start : start + _LENGTH.size])
+        if end > len(data):
+            break
+        found.append(data[start + _LENGTH.size : end])
+        start = end
+    return found, data[start:]
+
+
 async def read_message(reader: asyncio.StreamReader) -> Any:
     """Read the next message of an asyncio stream.
 

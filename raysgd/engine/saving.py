@@ -178,20 +178,20 @@ class _LiveOptimizer:
 
     def __init__(self, of: EngineState) -> None:
         assert of.optimizer is not None
-        self._of, self._inner = of, of.optimizer.inner
+        self._of, self.inner = of, of.optimizer.inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self._inner.param_groups
+        return self.inner.param_groups
 
     @property
     def state(self) -> Any:
-        return self._inner.state
+        return self.inner.state
 
     def state_dict(self) -> dict[str, Any]:
         self._of._follow()
         assert self._of.composed.numbers is not None
-        return self._of.composed.numbers.state_of(self._inner)
+        return self._of.composed.numbers.state_of(self.inner)
 
 
 class _LiveEngine:

@@ -198,9 +198,9 @@ class HeldStep:
         iteration: Rounds of the run up to the step.
         num_saves: Calls of ``save_checkpoint`` in the attempt up to the step.
         positions: The positions in the datasets, which are the same on all ranks.
+        place: How often it was recorded again, after what a loop does between steps. Ranks are alike at the same place only.
         piece: The piece of the state, as in ``pieces``.
         pieces: The piece of each rank, named by the first rank that holds it; empty if each rank holds the whole state.
-        place: How often it was recorded again, after what a loop does between steps. Ranks are alike at the same place only.
     """
 
     id: StepId
@@ -208,9 +208,9 @@ class HeldStep:
     time_total_s: float = 0.0
     num_saves: int = 0
     positions: Mapping[str, Any] = field(default_factory=dict)
+    place: int = 0
     piece: int = 0
     pieces: tuple[int, ...] = ()
-    place: int = 0
 
 
 @dataclass(frozen=True)

@@ -356,11 +356,12 @@ class WorkerSession(Session):
             self._writer.save(call, state, small, allow_pickle=False, shared_by=self.world_size)
         self._event_queue.put(Saved(call, self.num_reports, seconds, True, False, False, None))
 
-    def on_complete_step(self, *, needs_start: bool) -> None:
+    def on_complete_step(self, *, needs_start: bool, is_whole: bool) -> None:
         """A step is complete.
 
         Args:
             needs_start: Some rank may still need the state that this attempt started from.
+            is_whole: Each rank holds the whole state, from which a group of another size can continue.
 
         Raises:
             AttemptEnded: The attempt is over.
@@ -368,7 +369,8 @@ class WorkerSession(Session):
         if not needs_start and not self._is_state_announced:
             self._is_state_announced = True
             self._release_start()
-            self._event_queue.put(HoldsState(), urgent=True)
+            if is_whole:
+                self._event_queue.put(HoldsState(), urgent=True)
         self.progress.mark("live_state")
         self.check_live()
 

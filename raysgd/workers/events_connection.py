@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import select
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd.session.events import NUM_MARKS, Mark, WorkerEvent
-from raysgd.transport import Endpoint, connect, pack, read_message
+from raysgd.transport import Endpoint, connect, pack, read_message, split_messages
 
 #: Seconds to connect, and to wait for an acknowledgement, before Ray's stream is used.
 CONNECT_TIMEOUT_S = 3.0
@@ -28,6 +29,8 @@ ACK_TIMEOUT_S = 20.0
 MAX_UNACKNOWLEDGED_BYTES = 32 << 20
 ASK_AFTER_BATCHES = 64
 ASK_AFTER_BYTES = 1 << 20
+#: Marks in a row that leave out what belongs to the rank, because it is as before: the newest ones say it, whatever is skipped.
+MAX_WITHOUT_SMALL = 32
 
 _ACK = struct.Struct("!Q")
 #: The message by which the sender asks for an acknowledgement.
@@ -164,25 +167,42 @@ class EventSender:
 class MarkSender:
     """Sends the marks of a rank at once, over a connection of their own. For train_func's thread.
 
-    What was sent outlives the process.
-    Without a connection no marks are sent, and the next attempt starts from a checkpoint if this process dies.
+    What was sent outlives the process. The controller reads at intervals; a mark that does not fit in the connection meanwhile is
+    dropped. Without a connection no marks are sent, and the next attempt starts from a checkpoint if this process dies.
     """
 
     def __init__(self, inbox: InboxAddress | None) -> None:
         self._inbox = inbox
         self._connection: socket.socket | None = None
+        self._unsent = b""
+        self._small: bytes | None = None  # that was sent last
+        self._num_without = 0  # marks since
 
     def send(self, mark: Mark) -> None:
         if self._inbox is None:
             return
         try:
             if self._connection is None:
-                hello = {"kind": KIND, "key": self._inbox.key}
+                hello = {"kind": KIND, "key": self._inbox.key, "is_of_marks": True}
                 self._connection = connect(self._inbox.endpoint, hello, CONNECT_TIMEOUT_S)
-                self._connection.settimeout(ACK_TIMEOUT_S)
-            self._connection.sendall(pack(mark))
+                self._connection.setblocking(False)
+            if self._unsent:
+                self._send(self._connection)
+            if self._unsent:
+                self._small = None
+                return
+            is_known = mark.small == self._small and self._num_without < MAX_WITHOUT_SMALL
+            self._num_without = self._num_without + 1 if is_known else 0
+            self._small = mark.small
+            self._unsent = pack(Mark(mark.step, None, mark.is_in_step, mark.is_settled) if is_known else mark)
+            self._send(self._connection)
         except OSError:
             self.close()
+
+    def _send(self, connection: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                self._unsent = self._unsent[connection.send(self._unsent) :]
 
     def close(self) -> None:
         """Send no more marks."""
@@ -194,12 +214,18 @@ class MarkSender:
 class Inbox:
     """The controller's end of one worker's events: batches in order, each once, over the connection or through Ray.
 
+    Args:
+        interval_s: The time between two reads of its marks.
+
     Attributes:
         items: The events of each batch, and other items.
         marks: The last marks, oldest first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float = 0.0) -> None:
+        self._interval_s = interval_s
+        self._is_draining = False
+        self._pause: asyncio.Future[None] | None = None  # of the connection of marks
         self.items: asyncio.Queue[Any] = asyncio.Queue()
         self.marks: deque[Mark] = deque(maxlen=NUM_MARKS)
         self._next_number = 0
@@ -213,28 +239,48 @@ class Inbox:
             self._next_number += 1
             self.items.put_nowait(batch.events)
 
-    def put_mark(self, mark: Mark) -> None:
-        """Add a mark."""
-        self.marks.append(mark if mark.small is not None else replace(mark, small=self.marks[-1].small))
-
     async def wait_drained(self, timeout_s: float) -> None:
         """Wait until everything that a dead worker's connections still hold is in the queue."""
+        self._is_draining = True
+        if self._pause is not None:
+            _end_pause(self._pause)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive the batches of one connection until it ends, and answer its requests for an acknowledgement."""
-        self._connections.add(writer)
-        self._idle.clear()
-        try:
+        with self._open(writer):
             while True:
                 batch = await read_message(reader)
-                if isinstance(batch, Mark):
-                    self.put_mark(batch)
-                elif batch is None:
+                if batch is None:
                     writer.write(_ACK.pack(self._next_number))
                 else:
                     self.put(batch)
+
+    async def serve_marks(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Receive the marks of one connection until it ends. All that come in an interval cost one read, and most are skipped."""
+        loop, rest = asyncio.get_running_loop(), b""
+        with self._open(writer):
+            while data := await reader.read(1 << 20):
+                messages, rest = split_messages(rest + data)
+                for message in messages[-MAX_WITHOUT_SMALL - NUM_MARKS :]:
+                    mark: Mark = pickle.loads(message)
+                    last = self.marks[-1].small if self.marks else None
+                    self.marks.append(mark if mark.small is not None else replace(mark, small=last))
+                if not self._is_draining:
+                    writer.transport.pause_reading()  # type: ignore[attr-defined]
+                    self._pause = loop.create_future()
+                    timer = loop.call_later(self._interval_s, _end_pause, self._pause)
+                    await self._pause
+                    timer.cancel()
+                    writer.transport.resume_reading()  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def _open(self, writer: asyncio.StreamWriter) -> Iterator[None]:
+        self._connections.add(writer)
+        self._idle.clear()
+        try:
+            yield
         finally:
             self._connections.discard(writer)
             if not self._connections:
@@ -246,14 +292,19 @@ class Inbox:
             connection.close()
 
 
+def _end_pause(pause: asyncio.Future[None]) -> None:
+    if not pause.done():
+        pause.set_result(None)
+
+
 class Inboxes:
     """The inboxes that workers may connect to, by key; `handle` serves their connections."""
 
     def __init__(self) -> None:
         self._inboxes: dict[str, Inbox] = {}
 
-    def open(self, key: str) -> Inbox:
-        inbox = self._inboxes[key] = Inbox()
+    def open(self, key: str, interval_s: float = 0.0) -> Inbox:
+        inbox = self._inboxes[key] = Inbox(interval_s)
         return inbox
 
     def close(self, key: str) -> None:
@@ -265,4 +316,5 @@ class Inboxes:
         self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> Awaitable[None]:
         """Serve a connection; a key that is not known, such as that of an attempt that is over, is a KeyError."""
-        return self._inboxes[str(hello.get("key"))].serve(reader, writer)
+        inbox = self._inboxes[str(hello.get("key"))]
+        return inbox.serve_marks(reader, writer) if hello.get("is_of_marks") else inbox.serve(reader, writer)

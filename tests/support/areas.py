@@ -197,6 +197,7 @@ AREAS: dict[str, Area] = {
     "declarative": Area(
         ("raysgd/declarative", "raysgd/train"),
         (
+            "fault/test_live_loops.py",
             "integration/test_declarative_runs.py",
             "integration/test_fine_tuning.py",
             "integration/test_imported_trainings.py",
@@ -206,6 +207,7 @@ AREAS: dict[str, Area] = {
         ("raysgd/functions",),
         (
             "docs/test_functions_examples.py",
+            "fault/test_live_functions.py",
             "integration/test_functions_nnx.py",
             "integration/test_functions_redco_programs.py",
             "integration/test_functions_runs.py",

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raysgd.session.events import Warned
+from raysgd.session.events import NUM_MARKS, Mark, Warned
 from raysgd.transport import Endpoint, connect
 from raysgd.workers import events_connection
-from raysgd.workers.events_connection import Batch, EventSender, Inbox, InboxAddress, Inboxes
+from raysgd.workers.events_connection import Batch, EventSender, Inbox, InboxAddress, Inboxes, MarkSender
 from support.listening import Loop, Relay, listening
 from support.poll import until
 
@@ -28,13 +28,13 @@ PATIENCE_S = 20.0
 class Controller:
     """The controller's end of one worker's events."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, interval_s: float = 0.0) -> None:
         self._loop = loop
         self._inboxes = Inboxes()
-        self.inbox = loop.run(self._open())
+        self.inbox = loop.run(self._open(interval_s))
 
-    async def _open(self) -> Inbox:
-        return self._inboxes.open(KEY)
+    async def _open(self, interval_s: float) -> Inbox:
+        return self._inboxes.open(KEY, interval_s)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[Endpoint]:
@@ -213,3 +213,40 @@ def test_batch_that_leaves_a_gap_is_dropped(loop: Loop) -> None:
     controller = Controller(loop)
     controller.receive_through_ray([Batch(1, events(1)), Batch(0, events(0)), Batch(0, events(0)), Batch(1, events(1))])
     assert controller.received(2) == ["0", "1"]
+
+
+def marks_of(number: int, small: bytes = b"{}") -> Mark:
+    return Mark(number, small, is_in_step=number % 2 == 1, is_settled=True)
+
+
+def test_newest_marks_are_known_whatever_was_skipped(loop: Loop) -> None:
+    """The controller reads at intervals; what belongs to the rank travels seldom, and is known of each newest mark."""
+    controller = Controller(loop, interval_s=PATIENCE_S)
+    sent = [marks_of(number, b"drawn %d" % (number // 500)) for number in range(2000)]
+    with controller.listening() as endpoint:
+        sender = MarkSender(InboxAddress(endpoint, KEY))
+        for mark in sent:
+            sender.send(mark)
+        sender.close()
+        loop.run(controller.inbox.wait_drained(PATIENCE_S))
+    assert list(controller.inbox.marks) == sent[-NUM_MARKS:]
+
+
+def test_marks_that_do_not_fit_are_dropped_and_later_ones_are_whole(loop: Loop) -> None:
+    """A rank does not wait for a controller that does not read."""
+    controller = Controller(loop, interval_s=PATIENCE_S)
+    with controller.listening() as endpoint:
+        sender = MarkSender(InboxAddress(endpoint, KEY))
+        for number in range(3000):
+            sender.send(marks_of(number, b"%05d" % number * 2000))
+        loop.run(controller.inbox.wait_drained(0.2))
+        assert until(lambda: bool(controller.inbox.marks) and controller.inbox.marks[-1].step < 2999, PATIENCE_S)
+
+        def is_last_known() -> bool:
+            sender.send(marks_of(3000))
+            return controller.inbox.marks[-1] == marks_of(3000)
+
+        assert until(is_last_known, PATIENCE_S)
+        sender.close()
+        loop.run(controller.inbox.wait_drained(PATIENCE_S))
+    assert all(mark.small in (b"{}", b"%05d" % mark.step * 2000) for mark in controller.inbox.marks)

@@ -81,16 +81,6 @@ class EngineOptimizer(Optimizer):
         return f"EngineOptimizer({self.inner!r})"
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether ``state_dict`` of the model and of this optimizer lack a part of the state on this rank."""
-        data_parallel = self._step.composed.data_parallel
-        return (
-            data_parallel.is_sharded
-            or bool(data_parallel.shards.tensor_of)
-            or api.world_size() > api.data_parallel_size()
-        )
-
-    @property
     def is_complete(self) -> bool:
         """Whether the gradients of a step are complete, so that the next call of `step` uses them."""
         return self._step.is_complete

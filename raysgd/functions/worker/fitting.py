@@ -255,8 +255,7 @@ class Fitting(Stepper):
         metrics, self._unread = self._unread, None
         if metrics is None:
             return
-        loss = float(metrics["loss"])
-        self._sums = _added(self._sums, metrics)
+        self._sums, loss = _added(self._sums, metrics)
         if not math.isfinite(loss) and not self._has_warned:
             self._has_warned = True
             if self._is_first:
@@ -367,7 +366,7 @@ class Fitting(Stepper):
     ) -> Any:
         """Return the state after a step as a checkpoint has it, in the memory of the host, and what is reported of it."""
         arrays, metrics = fetch((state.state_dict(), unread))
-        progress = self._progress(at, _added(sums, metrics), *more)
+        progress = self._progress(at, sums if metrics is None else _added(sums, metrics)[0], *more)
         reported = {name: np.asarray(value) if hasattr(value, "dtype") else value for name, value in shown.items()}
         return {"train_state": arrays, "progress": {**progress, "metrics": reported}}
 
@@ -387,9 +386,7 @@ class Fitting(Stepper):
         }
 
 
-def _added(sums: list[float], metrics: Any) -> list[float]:
-    """Return the sums of the epoch with the loss and the weight of a step."""
-    if metrics is None:
-        return sums
+def _added(sums: list[float], metrics: Any) -> tuple[list[float], float]:
+    """Return the sums of the epoch with the loss and the weight of a step, and that loss."""
     loss, weight = float(metrics["loss"]), float(metrics["weight"])
-    return [sums[0] + loss * weight, sums[1] + weight]
+    return [sums[0] + loss * weight, sums[1] + weight], loss

@@ -50,7 +50,7 @@ class Attempt(Protocol):
 
     def held_step(self, step: int) -> HeldStep: ...
 
-    def on_complete_step(self, *, needs_start: bool) -> None: ...
+    def on_complete_step(self, *, needs_start: bool, is_whole: bool) -> None: ...
 
     def gather(self, obj: Any) -> list[Any]: ...
 
@@ -262,8 +262,10 @@ class LiveState:
         self.is_changing = self._is_in_step = False
         if self._session is not None:
             # A step that the device computes later is computed, and all ranks are in it, when the next one is complete.
-            self._session.on_complete_step(needs_start=self.num_steps < (self._complete.maxlen or 1))
-            self._copy_to_memory(self._session)
+            needs_start = self.num_steps < (self._complete.maxlen or 1)
+            self._session.on_complete_step(needs_start=needs_start, is_whole=not self._pieces)
+            if not is_same_step:
+                self._copy_to_memory(self._session)
 
     def _record(self, session: Attempt, values: Callable[[], Mapping[str, Any]], *, is_same_step: bool) -> None:
         """Record what belongs to the step that is complete now, except for the tensors that are not copied."""
@@ -324,10 +326,9 @@ class LiveState:
         self.is_changing = True
 
     def _mark(self, session: Attempt, mark: Mark) -> None:
-        sent = Mark(mark.step, None, mark.is_in_step, mark.is_settled) if mark.small == self._small else mark
         self._small = mark.small or b""
         self.marks.append(mark)
-        session.send_mark(sent)
+        session.send_mark(mark)
 
     def _note_tensors(self, *, lists_parameters: bool = False) -> bool:
         """Note the tensors that are not copied, and how often they were changed; return whether that is new.
@@ -359,6 +360,8 @@ class LiveState:
                             yield f"{name}.{number}.{key}", value
             elif _is_module(given):
                 yield from ((f"{name}.{key}", value) for key, value in _parameters(given))
+            elif hasattr(given, "live_tensors"):
+                yield from ((f"{name}.{number}", value) for number, value in enumerate(given.live_tensors()))
 
     def _buffers(self) -> Iterator[Any]:
         for module in self._buffered:

@@ -55,7 +55,7 @@ class WorkerStreams:
             WorkerDied: The process is gone.
         """
         key = secrets.token_hex(8)
-        inbox = self.inboxes.open(key)
+        inbox = self.inboxes.open(key, order.flush_interval_s)
         address = None if self.endpoint is None else InboxAddress(self.endpoint, key)
         stream = handle.run.options(num_returns="streaming", _generator_backpressure_num_objects=_STREAM_AHEAD).remote(
             run, replace(order, inbox=address)

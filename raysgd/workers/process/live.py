@@ -43,7 +43,7 @@ class LiveHolder:
 
     def begin(self, run_id: str, order: LiveOrder | None) -> None:
         """An attempt begins. Only the state that it starts from is kept."""
-        if self._kept is not None and (order is None or self._kept.held.id != order.held.id):
+        if self._kept is not None and (order is None or not _is_same_step(self._kept.held, order.held)):
             self.release()
         self._run_id, self._marks, self._problem = run_id, (), None
 
@@ -182,5 +182,9 @@ def _copy_from(endpoint: Endpoint | None, held: HeldStep) -> Any:
         raise CheckpointNotFoundError(f"{where} could not be copied: {type(error).__name__}: {error}") from error
 
 
+def _is_same_step(one: HeldStep, other: HeldStep) -> bool:
+    return (one.id, one.place) == (other.id, other.place)
+
+
 def _key(held: HeldStep) -> list[int]:
-    return [*held.id, held.piece]
+    return [*held.id, held.piece, held.place]
