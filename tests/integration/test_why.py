@@ -120,7 +120,7 @@ class Rows:
         return 4 * len(self.lengths)
 
     def __getitem__(self, index: int) -> int:
-        return int(self.lengths[(index * 7 + 3 * raysgd.world_rank()) % len(self.lengths)])
+        return int(self.lengths[(index // 2 * 7 + 3 * raysgd.world_rank()) % len(self.lengths)])
 
 
 def train_on_rows(config: dict[str, Any]) -> None:
