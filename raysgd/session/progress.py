@@ -123,6 +123,7 @@ class SpanRecorder:
 
     def begin_step(self, number: int, reports: int, now: float, use: int) -> None:
         """End the step and begin the next one, with this use."""
+        now = max(now, self._numbers[-2])  # when the newest use began
         self._numbers.extend((now, END))
         window = number // WINDOW_STEPS
         if window not in self._windows:
@@ -195,11 +196,13 @@ class Uses:
         self._running[-1].seconds += now - self._since
         self._since = now
 
-    def begin_step(self, base: Stopwatch, number: int, reports: int, now: float) -> None:
-        """Begin a step of this number, after so many reports; ``base`` is the use outside all blocks from now on."""
-        if base is not self.base:
-            self.settle()
-            self.base = self._running[0] = base
+    def change_base(self, base: Stopwatch) -> None:
+        self.settle()
+        self.base = self._running[0] = base
+        self.recorder.change(self._since, self._running[-1].index)
+
+    def begin_step(self, number: int, reports: int, now: float) -> None:
+        """Begin a step of this number, after so many reports."""
         self.recorder.begin_step(number, reports, now, self._running[-1].index)
 
     def now(self) -> tuple[Stopwatch, float]:
@@ -315,8 +318,10 @@ class Progress:
         else:
             return
         if count > self._steps:  # reports or batches, whichever the loop makes more often
-            self._uses.begin_step(self._training, count, self._num_reports, now)
+            if not self._steps:
+                self._uses.change_base(self._training)
             self._steps = count
+            self._uses.begin_step(count, self._num_reports, now)
             total_s = now - self._entered_at
             # One assignment: a thread that reads meanwhile does not mix two steps. A plain tuple is made fastest.
             waiting_s = self.waiting.seconds + self.script.seconds
