@@ -17,6 +17,8 @@ from raysgd.viewer.timeline import describe
 NUM_NEWEST = 100
 #: Events that are shown as spans, or that are the begin and end of what the tracks of ranks show.
 _SPANS = frozenset({"checkpoint", "attempt_start", "worker_up", "entered", "left", "sample", "checkpoint_deleted"})
+#: The uses in words; the ledger divides waiting further.
+_WORDS = {**WORDS, "waiting": "waiting for other ranks"}
 #: What ranks do outside train_func, and the events that end it for all of them.
 _OUTSIDE = frozenset({STARTING, RECOVERING, REGROUPING, PAUSED, ENDING})
 _ENDS = frozenset({"failure", "controller_restart", "regroup", "paused", "run_end"})
@@ -70,7 +72,7 @@ def make_trace(events: Sequence[Event], ranks: Sequence[RankSteps], steps: Colle
             details = {"attempt": rank.attempt, "reports before": rank.iterations_before + step.reports}
             made.append(_span(rank.rank + 1, name, "step", step.start + ahead_us, step.end + ahead_us, args=details))
             for use, start, stop in step.spans():
-                made.append(_span(rank.rank + 1, WORDS.get(use, use), use, start + ahead_us, stop + ahead_us))
+                made.append(_span(rank.rank + 1, _WORDS.get(use, use), use, start + ahead_us, stop + ahead_us))
     if any(rank.steps[0].number + before in steps for rank in ranks if not rank.steps[0].number):
         begin = min(begin, _start_of(events, ranks[0].attempt, origin_s))
     if any(rank.steps[-1].number + before in steps for rank in ranks):
