@@ -76,6 +76,7 @@ AREAS: dict[str, Area] = {
             "fault/test_forming.py",
             "fault/test_gcs_death.py",
             "fault/test_hangs.py",
+            "fault/test_live_habits.py",
             "fault/test_live_kills.py",
             "fault/test_live_state.py",
             "fault/test_process_fuzz.py",

@@ -180,6 +180,10 @@ class Unfreezing(Loop):
             self.unfreeze()
         super().train(number, x, y)
 
+    def change(self) -> None:
+        self.optimizer.step()
+        self.model.zero_grad()  # also those that the optimizer does not know yet
+
     def unfreeze(self) -> None:
         if len(self.optimizer.param_groups) == 1:
             self.optimizer.add_param_group({"params": [*self.model[0].parameters()], "lr": 0.01})
