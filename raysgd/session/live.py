@@ -222,8 +222,12 @@ class LiveState:
         self._mark(session, Mark(self.num_steps, self._small_after_pass, True, is_settled))
 
     def _on_change(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """An optimizer is about to change the state."""
+        """An optimizer is about to change the state, if it has parameters of it."""
         session, torch = self._session, imported("torch")
+        if self._parameters and not any(optimizer is given for given in self._objects.values()):
+            given = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            if given.isdisjoint(map(id, self._parameters)):
+                return
         if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # so that the gradients are those of all ranks, or the attempt is over
         if session is not None:

@@ -49,6 +49,9 @@ class Loop:
         self.loss(x, y).backward()
         self.change()
 
+    def after(self) -> None:
+        """What follows a step that is complete."""
+
     def is_complete(self, number: int) -> bool:
         """Whether `raysgd.session.live.LiveState.step` follows the batch."""
         return True
@@ -243,7 +246,7 @@ class TensorRates(Loop):
 
 
 class Evaluating(Loop):
-    """After every second step the model is evaluated, which decides the learning rate."""
+    """After every second step the model is evaluated, which decides the learning rate, and a probe is fitted to its outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,6 +261,11 @@ class Evaluating(Loop):
                 found = self.loss(torch.ones(3, 4), torch.ones(3, 1))
             self.model.train()
             self.schedule.step(float(found))
+
+    def after(self) -> None:
+        probe = nn.Linear(1, 1)
+        probe(torch.ones(3, 1)).sum().backward()
+        torch.optim.SGD(probe.parameters(), lr=0.1).step()
 
 
 class Normed(Loop):

@@ -299,6 +299,16 @@ def test_passes_between_two_changes_of_a_step_are_marked() -> None:
     assert all(mark.is_settled for mark in training.sent if mark.step)
 
 
+@pytest.mark.parametrize("is_own", [False, True])
+def test_only_an_optimizer_of_the_state_begins_its_changes(is_own: bool) -> None:
+    training = Training()
+    training.step()
+    probe = torch.nn.Linear(3, 1)
+    parameters = training.model.parameters() if is_own else probe.parameters()
+    torch.optim.SGD(parameters, lr=0.1).step()  # the objects have another optimizer
+    assert training.live.is_changing == is_own
+
+
 def test_pass_after_the_last_change_does_not_hide_what_it_draws() -> None:
     training = Training()
     training.step()
