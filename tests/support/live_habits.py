@@ -153,7 +153,7 @@ class Adversaries(Loop):
 
 
 class Replacing(torch.optim.Optimizer):
-    """An optimizer that makes the tensors of its state anew in each step, as Adafactor does with its root mean square."""
+    """An optimizer that replaces the tensors of its state in each step, as Adafactor does with its root mean square."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.05})

@@ -212,7 +212,7 @@ def test_optimizer_of_the_engine_is_refused() -> None:
 
 
 class Replacing(torch.optim.SGD):
-    """An optimizer that makes the tensors of its state anew in each step."""
+    """An optimizer that replaces the tensors of its state in each step."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -221,7 +221,7 @@ class Replacing(torch.optim.SGD):
         super().step()
 
 
-def test_state_is_taken_whatever_an_optimizer_makes_anew() -> None:
+def test_state_is_taken_whatever_tensors_an_optimizer_replaces() -> None:
     training = Training()
     training.optimizer = Replacing(training.model.parameters(), lr=0.1)  # type: ignore[assignment]
     training.live._objects["optimizer"] = training.optimizer
