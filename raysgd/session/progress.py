@@ -189,10 +189,7 @@ class Uses:
         self._since = now
 
     def change_base(self, base: Stopwatch) -> None:
-<<<<<<< HEAD
         """Have another use outside all blocks from now on."""
-=======
->>>>>>> trace
         self.settle()
         self.base = self._running[0] = base
         self.recorder.change(self._since, self._running[-1].index)
@@ -379,18 +376,10 @@ class Progress:
         else:
             return
         if count > self._steps:  # reports or batches, whichever the loop makes more often
-<<<<<<< HEAD
-            self._uses.begin_step(count, self._num_reports, now)
-            if not self._steps:
-                self._uses.change_base(self._training)
-            self._steps = count
-=======
             if not self._steps:
                 self._uses.change_base(self._training)
             self._steps = count
             self._uses.begin_step(count, self._num_reports, now)
-            total_s = now - self._entered_at
->>>>>>> trace
             # One assignment: a thread that reads meanwhile does not mix two steps. A plain tuple is made fastest.
             self._spent = (count, now - self._entered_at, self.data.seconds)
 

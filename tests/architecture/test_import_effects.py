@@ -13,7 +13,7 @@ from support.project import modules
 FRAMEWORKS = ("horovod", "jax", "tensorflow", "torch")
 # Packages, and modules, that are made for one framework, and may load it.
 OF_A_FRAMEWORK = (
-    "raysgd.torch.", "raysgd.tensorflow.", "raysgd.jax.", "raysgd.engine.",
+    "raysgd.checkpoint.placing.", "raysgd.torch.", "raysgd.tensorflow.", "raysgd.jax.", "raysgd.engine.",
     "raysgd.functions.worker.", "raysgd.functions.checkpoints.", "raysgd.functions.schedules.", "raysgd.functions.trees.",
     "raysgd.functions.sharding.", "raysgd.functions.models.",
     "raysgd.declarative.components.", "raysgd.declarative.loop.", "raysgd.declarative.reductions.", "raysgd.declarative.sft.",

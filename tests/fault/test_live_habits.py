@@ -54,6 +54,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         raysgd.report(number=number)
         if loop.is_complete(number):
             live.step(number=number)
+        loop.after()
     return {"number": number, "state": live.state_dict()}
 
 
@@ -65,7 +66,13 @@ def same(one: Any, other: Any) -> bool:
     return bool(one.equal(other)) if hasattr(one, "equal") else bool(one == other)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+#: `make nightly` runs the others.
+OFTEN = {"accumulates, a step in each batch", "scaler", "two models", "replaces states", "unfreezes", "evaluates"}
+
+
+@pytest.mark.parametrize(
+    "loop", [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.nightly) for name in LOOPS]
+)
 def test_killed_run_ends_with_the_bits_of_the_undisturbed_run(
     trainer: raysgd.Trainer, tmp_path: Path, loop: str
 ) -> None:

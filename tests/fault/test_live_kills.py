@@ -37,7 +37,7 @@ def test_each_kill_costs_one_step(trainer: raysgd.Trainer, tmp_path: Path, kind:
     print(f"RAYSGD_KILLS_SEED={SEED}")
     took: list[float] = []
     for number in range(0, NUM_KILLS, KILLS_PER_RUN):
-        plan = make_plan(SEED + number, min(KILLS_PER_RUN, NUM_KILLS - number))
+        plan = make_plan(SEED + number, min(KILLS_PER_RUN, NUM_KILLS - number), KINDS[kind].num_pieces)
         num_steps = plan[-1].step + 5
         calm = run(trainer, tmp_path / f"calm-{number}", kind, [], num_steps)
         killed = run(trainer, tmp_path / f"killed-{number}", kind, plan, num_steps)

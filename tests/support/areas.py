@@ -77,6 +77,7 @@ AREAS: dict[str, Area] = {
             "fault/test_forming.py",
             "fault/test_gcs_death.py",
             "fault/test_hangs.py",
+            "fault/test_live_habits.py",
             "fault/test_live_kills.py",
             "fault/test_live_shards.py",
             "fault/test_live_state.py",

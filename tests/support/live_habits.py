@@ -49,6 +49,9 @@ class Loop:
         self.loss(x, y).backward()
         self.change()
 
+    def after(self) -> None:
+        """What follows a step that is complete."""
+
     def is_complete(self, number: int) -> bool:
         """Whether `raysgd.session.live.state.LiveState.step` follows the batch."""
         return True
@@ -150,7 +153,7 @@ class Adversaries(Loop):
 
 
 class Replacing(torch.optim.Optimizer):
-    """An optimizer that makes the tensors of its state anew in each step, as Adafactor does with its root mean square."""
+    """An optimizer that replaces the tensors of its state in each step, as Adafactor does with its root mean square."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.05})
@@ -179,6 +182,10 @@ class Unfreezing(Loop):
         if number >= 7:
             self.unfreeze()
         super().train(number, x, y)
+
+    def change(self) -> None:
+        self.optimizer.step()
+        self.model.zero_grad()  # also those that the optimizer does not know yet
 
     def unfreeze(self) -> None:
         if len(self.optimizer.param_groups) == 1:
@@ -239,7 +246,7 @@ class TensorRates(Loop):
 
 
 class Evaluating(Loop):
-    """After every second step the model is evaluated, which decides the learning rate."""
+    """After every second step the model is evaluated, which decides the learning rate, and a probe is fitted to its outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,6 +261,11 @@ class Evaluating(Loop):
                 found = self.loss(torch.ones(3, 4), torch.ones(3, 1))
             self.model.train()
             self.schedule.step(float(found))
+
+    def after(self) -> None:
+        probe = nn.Linear(1, 1)
+        probe(torch.ones(3, 1)).sum().backward()
+        torch.optim.SGD(probe.parameters(), lr=0.1).step()
 
 
 class Normed(Loop):

@@ -1,6 +1,6 @@
 """The driver of a training with a live state on several machines: ``python -m support.live_job FOLDER``.
 
-It prints a digest of the final tensors.
+The file ``digest`` in the folder has that of the final tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def main(folder: Path) -> None:
         folder / "runs", NUM_RANKS, "torch", failure_config=failure, seed=3, deterministic=True
     ) as trainer:
         outcome = run(trainer, folder, "ddp", [], NUM_STEPS, SLEEP_S)
-    print(hashlib.sha256(b"".join(tensor.tobytes() for _, tensor in sorted(outcome.tensors.items()))).hexdigest())
+    digest = hashlib.sha256(b"".join(tensor.tobytes() for _, tensor in sorted(outcome.tensors.items())))
+    (folder / "digest").write_text(digest.hexdigest())
 
 
 if __name__ == "__main__":

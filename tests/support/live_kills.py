@@ -71,10 +71,14 @@ class Kind:
     Attributes:
         prepare: Makes the model of a rank and its optimizer, of the same model on all ranks.
         collect: Returns the whole tensors of both, by name. All ranks call it.
+        norm: The module that normalizes; batch norm has buffers.
+        num_pieces: Ranks whose numbers leave the same remainder hold the same piece of the state.
     """
 
     prepare: Callable[[Any], tuple[Any, Any]]
     collect: Callable[[Any, Any], dict[str, Any]]
+    norm: str = "BatchNorm1d"
+    num_pieces: int = 1
 
 
 def _prepare_ddp(model: Any) -> tuple[Any, Any]:
@@ -92,15 +96,19 @@ def _collect_replica(model: Any, optimizer: Any) -> dict[str, Any]:
 KINDS = {"ddp": Kind(_prepare_ddp, _collect_replica)}
 
 
-def make_plan(seed: int, num_kills: int) -> list[Kill]:
-    """Return a plan of kills, each of which lets training continue from the memory of a survivor."""
+def make_plan(seed: int, num_kills: int, num_pieces: int = 1) -> list[Kill]:
+    """Return a plan of kills, each of which lets training continue from the memory of survivors: each piece has one."""
     chosen, plan, step, group = random.Random(seed), list[Kill](), 1, 0
     while len(plan) < num_kills:
         step, group = step + chosen.randint(1, 5), group + 1
         one, other = chosen.sample(range(NUM_RANKS), 2)
+        if num_pieces > 1 and one % num_pieces == other % num_pieces:
+            other = (other + 1) % NUM_RANKS
         moment = chosen.uniform(0, 0.1)
         first = Kill(group, step, one, "clock", moment)
-        shape = chosen.choice(["code"] * 6 + ["clock"] * 4 + ["two", "regroup", "source", "source", "copy"])
+        shape = chosen.choice(
+            ["code"] * 6 + ["clock"] * 4 + ["two", "regroup", "copy"] + ["source"] * 2 * (num_pieces == 1)
+        )
         match shape if len(plan) + 1 < num_kills else "code":
             case "code":
                 plan.append(Kill(group, step, one, "code", chosen.randrange(CALLS_OF_STEP)))
@@ -182,7 +190,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
 
     rank, kind, folder = raysgd.world_rank(), KINDS[config["kind"]], Path(config["folder"])
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(4, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Dropout(0.3)]
+    layers = [torch.nn.Linear(4, WIDTH), getattr(torch.nn, kind.norm)(WIDTH), torch.nn.Dropout(0.3)]
     layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1)]
     model, optimizer = kind.prepare(torch.nn.Sequential(*layers))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)

@@ -208,7 +208,7 @@ def test_live_state_outside_a_worker_is_saved_and_loaded() -> None:
 
 
 class Replacing(torch.optim.SGD):
-    """An optimizer that makes the tensors of its state anew in each step."""
+    """An optimizer that replaces the tensors of its state in each step."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -217,7 +217,7 @@ class Replacing(torch.optim.SGD):
         super().step()
 
 
-def test_state_is_taken_whatever_an_optimizer_makes_anew() -> None:
+def test_state_is_taken_whatever_tensors_an_optimizer_replaces() -> None:
     training = Training()
     training.optimizer = Replacing(training.model.parameters(), lr=0.1)  # type: ignore[assignment]
     training.hold(model=training.model, optimizer=training.optimizer, scheduler=training.scheduler)
@@ -293,6 +293,16 @@ def test_passes_between_two_changes_of_a_step_are_marked() -> None:
         other.step()
         training.step()
     assert all(mark.is_settled for mark in training.sent if mark.step)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_only_an_optimizer_of_the_state_begins_its_changes(is_own: bool) -> None:
+    training = Training()
+    training.step()
+    probe = torch.nn.Linear(3, 1)
+    parameters = training.model.parameters() if is_own else probe.parameters()
+    torch.optim.SGD(parameters, lr=0.1).step()  # the objects have another optimizer
+    assert training.live.is_changing == is_own
 
 
 def test_pass_after_the_last_change_does_not_hide_what_it_draws() -> None:

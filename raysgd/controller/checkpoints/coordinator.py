@@ -298,7 +298,7 @@ class CheckpointCoordinator:
         return start, self._first_number
 
     def skip_start(self, rank: int, error: str) -> str | None:
-        """Make the next attempt start from the checkpoint before the one that ``rank`` could not load.
+        """Make the next attempt start from another survivor, or the checkpoint before, as ``rank`` could not load its start.
 
         Returns:
             Why the attempt must be ended; None if there is no earlier checkpoint, so that the error is raised.

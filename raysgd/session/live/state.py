@@ -309,9 +309,17 @@ class LiveState:
         self._mark(session, Mark(self.num_steps, self._small_after_pass, True, is_settled))
 
     def _on_change(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """An optimizer is about to change the state."""
+        """An optimizer is about to change the state, if it has parameters of it."""
         session, torch = self._session, imported("torch")
-        if self._flag is not None and session is not None and self._is_own(optimizer):
+        is_own = self._is_own(optimizer)
+        if self._parameters and not is_own:
+            given = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            if given.isdisjoint(map(id, self._parameters)):
+                return
+        self._small_at_change = (
+            self._small_after_pass
+        )  # the gradients are those of all ranks: all have made their passes
+        if self._flag is not None and session is not None and is_own:
             if not self.is_changing:
                 self._agree(session)
             return
@@ -319,9 +327,6 @@ class LiveState:
             torch.cuda.current_stream().synchronize()  # so that the gradients are those of all ranks, or the attempt is over
         if session is not None:
             session.check_live()
-        self._small_at_change = (
-            self._small_after_pass
-        )  # the gradients are those of all ranks: all have made their passes
         self.is_changing = True
 
     def _is_own(self, optimizer: Any) -> bool:
