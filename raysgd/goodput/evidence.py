@@ -265,20 +265,27 @@ def _least_wait_s(paces: Mapping[int, Pace]) -> float:
 class Readings:
     """What the ranks of an attempt had used their time for at each sample after the first steps.
 
+    Args:
+        only_ends: Keep the first and the newest of each rank only: then there are no windows.
+
     Attributes:
         busy: As in `Evidence`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_ends: bool = False) -> None:
         self.busy: dict[int, str] = {}
+        self._only_ends = only_ends
         self._of_rank: dict[int, list[Mapping[str, Any]]] = {}
         self._moments: dict[int, list[float]] = {}
 
     def add(self, at: float, data: Mapping[str, Any]) -> None:
         """Add the data of a sample, or of a rank that has left."""
         if data["steps"] > FIRST_STEPS:
-            self._of_rank.setdefault(data["rank"], []).append(data)
-            self._moments.setdefault(data["rank"], []).append(at)
+            made, moments = self._of_rank.setdefault(data["rank"], []), self._moments.setdefault(data["rank"], [])
+            if self._only_ends:
+                del made[1:], moments[1:]
+            made.append(data)
+            moments.append(at)
         if busy := data.get("busy"):
             self.busy[data["rank"]] = f"{busy['name']} (pid {busy['pid']}, {busy['processors']} processors)"
 
@@ -289,7 +296,7 @@ class Readings:
 
     def newest(self) -> Readings:
         """Return the newest reading of each rank, from which later ones are counted."""
-        newest = Readings()
+        newest = Readings(only_ends=self._only_ends)
         newest.busy = self.busy
         newest._of_rank = {rank: readings[-1:] for rank, readings in self._of_rank.items()}
         newest._moments = {rank: moments[-1:] for rank, moments in self._moments.items()}

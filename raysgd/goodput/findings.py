@@ -58,7 +58,7 @@ def _dated(rule: Rule, finding: Finding, evidence: Evidence) -> Finding:
     is_there = []
     for window in evidence.windows:
         there = rule(evidence.within(window))
-        is_there.append(there is not None and there.rank == finding.rank)
+        is_there.append(there is not None and there.share >= MIN_SHARE and there.rank == finding.rank)
     number = len(is_there)
     if number < _MIN_WINDOWS:
         return finding

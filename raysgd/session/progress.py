@@ -400,7 +400,8 @@ class Progress:
 
     def work(self) -> dict[str, Any]:
         """Return what was read and exchanged since train_func was entered; see `BatchSizes.sums`. Any thread may ask."""
-        found = {"batches": dict(self.batches.sums), "sent_bytes": self.sent_bytes}
+        batches = {source: [round(each, 9) for each in sums] for source, sums in self.batches.sums.copy().items()}
+        found = {"batches": batches, "sent_bytes": self.sent_bytes}
         return {name: value for name, value in found.items() if value}
 
     def steps(self, now: float) -> tuple[Step, ...]:

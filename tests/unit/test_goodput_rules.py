@@ -316,6 +316,13 @@ def test_a_cause_that_began_within_the_run_is_dated() -> None:
     assert time.strftime(", since %H:%M:%S.", time.localtime(found.since)) in found.text
 
 
+def test_an_overhead_that_began_within_the_run_is_dated() -> None:
+    run = make_run(1, lambda _, number: {"training": 0.1, "callbacks": 0.05 * (number > 6)}, samples=12)
+    (found,) = find(run)
+    assert found.cause == "callbacks"
+    assert found.since == pytest.approx(1000.0 + 0.1 * (10 + 6 * 100), abs=16)
+
+
 def test_a_cause_from_the_beginning_has_no_date() -> None:
     assert slow_from(0).since is None
 

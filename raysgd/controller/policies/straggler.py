@@ -41,7 +41,7 @@ class StragglerPolicy:
     def __init__(self, now: float, nodes: Mapping[int, str]) -> None:
         self._began = now
         self._nodes = nodes
-        self._readings = Readings()
+        self._readings = Readings(only_ends=True)
         self._num_seen: Counter[tuple[str, int]] = Counter()  # windows in a row, by cause and rank
         self._num_calm: dict[tuple[str, int], int] = {}  # of those that are reported
 
