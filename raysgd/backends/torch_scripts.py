@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd.errors import UsageError
+from raysgd.session import context
 
 
 @dataclass
@@ -95,6 +96,7 @@ def _init_process_group(original: Callable[..., Any], *args: Any, **kwargs: Any)
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments
     if _given.is_asked_for(arguments):
         _given.was_destroyed = False
+        _count_steps()
         if (timeout := arguments.get("timeout")) is not None:
             dist.distributed_c10d._set_pg_timeout(timeout)
     elif _given.was_destroyed:
@@ -103,6 +105,17 @@ def _init_process_group(original: Callable[..., Any], *args: Any, **kwargs: Any)
         original(*args, **kwargs)
     else:
         raise _given.refuse(arguments)
+
+
+@functools.cache
+def _count_steps() -> None:
+    """Count the steps of a script by its optimizers, once in a process: it may make no calls of raysgd."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        context.current().progress.on_optimizer_step(id(optimizer))
+
+    register_optimizer_step_post_hook(hook)
 
 
 def _destroy_process_group(original: Callable[..., Any], group: Any = None) -> None:

@@ -32,7 +32,8 @@ _HEAD = 2
 class Spent(NamedTuple):
     """The time of train_func, from its beginning to its last step.
 
-    A step begins with a report or with a batch, whichever the loop makes more often.
+    A step begins with a report or with a batch, whichever the loop makes more often, or in a script after one of its optimizer's
+    steps.
 
     Attributes:
         steps: How many steps have begun.
@@ -349,6 +350,7 @@ class Progress:
         self._num_reports = 0
         self._num_batches = 0
         self._steps = 0
+        self._optimizer_steps: dict[int, int] = {}
         self._spent: tuple[int, float, float] = Spent()
         self._asked = (self._entered_at, 0.0)
         self._native_id = get_native_id()
@@ -375,7 +377,16 @@ class Progress:
             self._num_batches = count = self._num_batches + 1
         else:
             return
-        if count > self._steps:  # reports or batches, whichever the loop makes more often
+        self._count_steps(count, now)
+
+    def on_optimizer_step(self, optimizer: int) -> None:
+        """An optimizer has made a step; ``optimizer``: its identity, because loops may have several."""
+        self._optimizer_steps[optimizer] = count = self._optimizer_steps.get(optimizer, 0) + 1
+        self._count_steps(count, self._clock())
+
+    def _count_steps(self, count: int, now: float) -> None:
+        """Begin a step if there are more reports, batches or optimizer steps than there were of any of them."""
+        if count > self._steps:
             if not self._steps:
                 self._uses.change_base(self._training)
             self._steps = count

@@ -69,7 +69,9 @@ def test_spans_of_all_ranks_add_up_to_the_ledger_and_show_who_waits_for_whom(
         for each in spans_of(written, rank):
             if each["cat"] != "step":
                 sums[each["cat"]] += each["dur"]
-        expected = Counter({use: seconds for use, seconds in ledger[rank].items() if use not in ("skew", "transfer")})
+        expected: Any = Counter(
+            {use: seconds for use, seconds in ledger[rank].items() if use not in ("skew", "transfer")}
+        )
         expected["waiting"] += ledger[rank].get("skew", 0.0) + ledger[rank].get("transfer", 0.0)
         total_s = sum(expected.values())
         for use in {*sums, *expected}:
@@ -82,6 +84,29 @@ def test_spans_of_all_ranks_add_up_to_the_ledger_and_show_who_waits_for_whom(
     assert sum(first < second for first, second in zip(*begins, strict=False)) > 8
     saved = [each["name"] for each in written["traceEvents"] if each["ph"] == "b"]
     assert saved == ["checkpoint 1", "checkpoint 2", "checkpoint 3"]
+
+
+def run_script(config: dict[str, Any]) -> None:
+    """What a script for torchrun does: it makes no calls of raysgd."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+    for _ in range(NUM_STEPS):
+        model(torch.ones(1, 4)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    dist.destroy_process_group()
+
+
+def test_steps_of_a_script_are_those_of_its_optimizers(trainer: raysgd.Trainer, tmp_path: Path) -> None:
+    trainer.run(run_script, {}, callbacks=quiet())
+    found, written = trace(trainer, tmp_path / "trace.json")
+    assert found["steps"] == list(range(NUM_STEPS + 1))
+    assert {each["name"] for rank in range(2) for each in spans_of(written, rank)} >= {"set-up", "training", "step 60"}
+    assert trainer.run_info is not None and (trainer.run_info.goodput or 0) > 0
 
 
 def fail_once(config: dict[str, Any]) -> None:

@@ -58,7 +58,8 @@ def command(
     """Write what each rank did in some steps of RUN, and what happened meanwhile, as a file for https://ui.perfetto.dev.
 
     RUN is as for `raysgd why`. Steps are counted from the beginning of the run: by the batches or by the reports, whichever
-    the loop makes more often. Of a long run, the first and the newest steps are kept, and some between.
+    the loop makes more often, and in a script for torchrun by its optimizer. Of a long run, the first and the newest steps are
+    kept, and some between.
     """
     from raysgd.runs.finding import run_name
     from raysgd.runs.reading import read_events
@@ -91,9 +92,10 @@ def command(
         return SUCCEEDED
     if steps is not None and chosen != list(range(first, last + 1)):
         print(f"Of steps {first}-{last}, not all are kept. Kept in attempt {number}: {_ranges(kept)}.")
-    errors = trace["otherData"]["clock_error_ms"].items()
-    clocks = ", ".join(f"{node} " + ("by its own clock" if ms is None else f"±{ms:.1f} ms") for node, ms in errors)
-    print(f"steps {_ranges(chosen)} of attempt {number} on {len(ranks)} ranks; clocks: {clocks}")
+    errors = trace["otherData"]["clock_error_ms"]
+    known = [f"{node} " + ("by its own clock" if ms is None else f"±{ms:.1f} ms") for node, ms in errors.items()]
+    clocks = f"; clocks: {', '.join(known)}" if len(known) > 1 else ""
+    print(f"steps {_ranges(chosen)} of attempt {number} on {len(ranks)} ranks{clocks}")
     print(f"{output or default}: open it at https://ui.perfetto.dev")
     return SUCCEEDED
 
@@ -114,7 +116,8 @@ def _list_files(folder: Storage, attempt: int | None) -> dict[int, list[str]]:
     if not found:
         raise ConfigError(
             f"{folder.path_of('')} has no steps: its workers write them after each minute and when they leave train_func, if "
-            "the loop reports or reads batches by raysgd. `raysgd why` shows what is known without steps."
+            "the loop reports, or reads batches by raysgd, or is that of a script for torchrun. `raysgd why` shows what is known "
+            "without steps."
         )
     if attempt is not None and attempt not in found:
         raise ConfigError(f"attempt {attempt} has no steps; give one of {', '.join(map(str, sorted(found)))}.")

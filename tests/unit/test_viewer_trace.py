@@ -184,7 +184,10 @@ def make_rank(
 def make_events(steps: int = 5, **failure: Any) -> list[Event]:
     end = 1003.0 + steps
     left = {"setup": 1.0, "training": 0.8 * steps, "data": 0.1 * steps, "waiting": 0.1 * steps}
-    made = [("run_start", 1000.0, {}), ("attempt_start", 1001.0, {"attempt": 1, "world_size": 2})]
+    made: list[tuple[str, float, dict[str, Any]]] = [
+        ("run_start", 1000.0, {}),
+        ("attempt_start", 1001.0, {"attempt": 1, "world_size": 2}),
+    ]
     made += [("entered", 1002.0, {"rank": rank, "attempt": 1, "timestamp": 1002.0}) for rank in range(2)]
     made += [("checkpoint", 1005.5, {"number": 1, "iteration": 2, "seconds": 0.7, "metrics": None})]
     made += [("warning", 1006.5, {"message": "it is slow", "rank": 1})]
@@ -291,7 +294,8 @@ def run_dir(tmp_path: Path) -> Path:
     (folder.path / FOLDER).mkdir()
     for rank in range(2):
         first = make_rank(rank)
-        second = RankSteps(**{**vars(make_rank(rank, before=3, steps=4)), "attempt": 2})
+        place: dict[str, Any] = {"node": f"n{rank}", "error_s": None if rank else 0.001}
+        second = RankSteps(**{**vars(make_rank(rank, before=3, steps=4, **place)), "attempt": 2})
         for each in (first, second):
             (folder.path / FOLDER / file_name(each.attempt, rank)).write_bytes(each.encode())
     return folder.path
@@ -330,7 +334,7 @@ def test_command_says_which_steps_are_kept(
     assert main(["trace", str(run_dir), "--steps", "90-91"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Of steps 90-91, not all are kept. Kept in attempt 2: 3-7."
-    assert lines[1] == "steps 6-7 of attempt 2 on 2 ranks; clocks: n0 ±1.0 ms"
+    assert lines[1] == "steps 6-7 of attempt 2 on 2 ranks; clocks: n0 ±1.0 ms, n1 by its own clock"
     with gzip.open(tmp_path / "exp-run_001-steps-6-7.json.gz") as file:
         check_format(json.load(file))
 
