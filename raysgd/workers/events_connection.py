@@ -259,10 +259,10 @@ class Inbox:
 
     async def serve_marks(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive the marks of one connection until it ends. All that come in an interval cost one read, and most are skipped."""
-        loop, rest = asyncio.get_running_loop(), b""
+        loop, unread = asyncio.get_running_loop(), b""
         with self._open(writer):
             while data := await reader.read(1 << 20):
-                messages, rest = split_messages(rest + data)
+                messages, unread = split_messages(unread + data)
                 for message in messages[-MAX_WITHOUT_SMALL - NUM_MARKS :]:
                     mark: Mark = pickle.loads(message)
                     last = self.marks[-1].small if self.marks else None
