@@ -30,7 +30,7 @@ MAX_UNACKNOWLEDGED_BYTES = 32 << 20
 ASK_AFTER_BATCHES = 64
 ASK_AFTER_BYTES = 1 << 20
 #: Marks in a row that leave out what belongs to the rank, because it is as before: the newest ones say it, whatever is skipped.
-MAX_WITHOUT_SMALL = 32
+MAX_WITHOUT_SMALL = 16
 
 _ACK = struct.Struct("!Q")
 #: The message by which the sender asks for an acknowledgement.
