@@ -38,7 +38,7 @@ from raysgd.session.live.state import LiveState
 from raysgd.torch.batches import are_same_batches, count_rows, digest, take_rows
 from raysgd.torch.devices import device, to_device
 from raysgd.torch.loader import PreparedLoader
-from raysgd.torch.rows import check_order
+from raysgd.torch.rows import check_order, describe_order
 from raysgd.train.loop import LoopSettings, Stepper
 from raysgd.train.loop import train as run_loop
 
@@ -525,7 +525,7 @@ class TrainingLoop(Stepper):
         of_ranks = api.gather((own, as_numbers(self._metrics)))
         newest = of_ranks[0][1]  # times differ by rank, and any number of ranks can load only what is equal on all
         of_loop = status, newest, self._val_loss, [own for own, _ in of_ranks]
-        more = progress_of(self.train_args, batches.loader, *of_loop)
+        more = progress_of(self.train_args, describe_order(batches.loader), *of_loop)
         metrics = {
             **newest,
             "loss": loss,
@@ -546,7 +546,7 @@ class TrainingLoop(Stepper):
         if self._live is not None:
             of_ranks = self._of_ranks if self.position.epoch_steps else []
             given = copy(self.position), self._metrics, self._val_loss, of_ranks or [{}] * self.world_size
-            values = partial(progress_of, self.train_args, self._training_data().loader, *given)
+            values = partial(progress_of, self.train_args, describe_order(self._training_data().loader), *given)
             self._live.complete(values, is_same_step=is_same_step)
 
     def _ask_what_to_save(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from raysgd.declarative.args import TrainerArgs
 from raysgd.errors import ConfigError
-from raysgd.torch.rows import describe_order
 from raysgd.train.loop import LoopPosition
 
 
@@ -33,7 +32,7 @@ class TrainStatus(LoopPosition):
 
 def progress_of(
     args: TrainerArgs,
-    loader: Any,
+    order: Mapping[str, int | None],
     status: TrainStatus,
     metrics: Mapping[str, Any],
     val_loss: float | None,
@@ -43,14 +42,14 @@ def progress_of(
 
     Args:
         args: The training.
-        loader: Of the training data.
+        order: Of the training data; see `raysgd.torch.rows.describe_order`.
         status: The progress.
         metrics: Of the newest step.
         val_loss: Of the newest validation.
         of_ranks: What belongs to each rank alone.
     """
     return {
-        "order": describe_order(loader),
+        "order": order,
         "lr_scheduler_interval": None if args.lr_scheduler is None else args.lr_scheduler.interval,
         "train_status": asdict(status),
         "batches": {"rows_per_step": args.rows_per_step, "rows_per_batch": args.micro_batch_size},

@@ -30,7 +30,7 @@ MAX_UNACKNOWLEDGED_BYTES = 32 << 20
 ASK_AFTER_BATCHES = 64
 ASK_AFTER_BYTES = 1 << 20
 #: Marks in a row that leave out what belongs to the rank, because it is as before: the newest ones say it, whatever is skipped.
-MAX_WITHOUT_SMALL = 32
+MAX_WITHOUT_SMALL = 16
 
 _ACK = struct.Struct("!Q")
 #: The message by which the sender asks for an acknowledgement.
@@ -259,10 +259,10 @@ class Inbox:
 
     async def serve_marks(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive the marks of one connection until it ends. All that come in an interval cost one read, and most are skipped."""
-        loop, tail = asyncio.get_running_loop(), b""
+        loop, unread = asyncio.get_running_loop(), b""
         with self._open(writer):
             while data := await reader.read(1 << 20):
-                messages, tail = split_messages(tail + data)
+                messages, unread = split_messages(unread + data)
                 for message in messages[-MAX_WITHOUT_SMALL - NUM_MARKS :]:
                     mark: Mark = pickle.loads(message)
                     last = self.marks[-1].small if self.marks else None

@@ -39,13 +39,11 @@ MOMENTS = ("after the forward pass", "before the optimizer's step", "after the o
 
 
 @contextmanager
-def dying(folder: str, moment: str) -> Iterator[None]:
+def dying(folder: str, moment: str, num_steps: int = 0) -> Iterator[None]:
     """Let rank 1 die once, at this moment of step `DIES_AT`; other moments are that of no step."""
     import torch
     from torch.nn.modules.module import register_module_forward_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-    num_steps = 0
 
     def die(at: str) -> None:
         if (at, raysgd.world_rank(), num_steps) == (moment, 1, DIES_AT - 1) and once(folder, "died"):
@@ -116,6 +114,87 @@ def train_template(config: dict[str, Any]) -> dict[str, Any]:
     return {"steps": metrics["step"], "weights": weights, "lr": metrics["learning_rate"]}
 
 
+def train_engine(config: dict[str, Any]) -> dict[str, Any]:
+    """Train in an own loop with the engine."""
+    import torch
+    from torch import nn
+
+    from raysgd.torch.model import unwrap
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1))
+    x = torch.randn(96, 5)
+    rows = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.prod(1, keepdim=True)), batch_size=4)
+    engine = raysgd.Engine(**config["values"])
+    model, optimizer, scheduler, _, _ = engine.compose(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        lr_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95),
+    )
+    torch.manual_seed(1 + raysgd.world_rank())
+    live = raysgd.live_state(engine=engine)
+    more = engine.load_checkpoint()
+    step = 0 if more is None else more["step"]
+    batches = list(rows)[raysgd.world_rank() :: raysgd.world_size()]
+    with dying(config["folder"], config["moment"], step):
+        while step < len(batches):
+            inputs, targets = batches[step]
+            engine.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            step += 1
+            live.step(step=step)
+    weights = {name: tensor.float().numpy() for name, tensor in unwrap(model).state_dict().items()}
+    return {"steps": step, "weights": weights, "lr": optimizer.param_groups[0]["lr"]}
+
+
+#: Written for torchrun; three lines of it are of raysgd.
+SCRIPT = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import raysgd
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+torch.manual_seed(1 + dist.get_rank())
+x = torch.randn(12, 4, 5)
+live = raysgd.live_state(model=model, optimizer=optimizer)
+if (state := raysgd.load_checkpoint()) is not None:
+    live.load_state_dict(state)
+step = 0 if state is None else state["step"]
+while step < 12:
+    optimizer.zero_grad()
+    model(x[step]).square().mean().backward()
+    optimizer.step()
+    step += 1
+    live.step(step=step)
+if dist.get_rank() == 0:
+    torch.save(model.module.state_dict(), sys.argv[1])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def train_script(config: dict[str, Any]) -> dict[str, Any]:
+    """Run a script as ``raysgd run`` does."""
+    import torch
+
+    from raysgd.cli.script import Script
+
+    path = Path(config["folder"], f"{config['moment'] or 'calm'}.pt")
+    with dying(config["folder"], config["moment"]):
+        Script(str(Path(config["folder"], "script.py")), SCRIPT.encode(), (str(path),))()
+    weights = torch.load(path) if raysgd.world_rank() == 0 else {}
+    return {"steps": 12, "weights": {name: tensor.numpy() for name, tensor in weights.items()}, "lr": 0.01}
+
+
 SETTINGS = """
 compute_config: {runtime_ngpus: 2}
 optimizer: {type: torch.optim.AdamW, args: {lr: 1e-2}}
@@ -151,6 +230,8 @@ LOOPS: dict[str, Loop] = {
     **{name: (train_declared, text) for name, text in FILES.items()},
     "template": (train_template, {}),
     "template in bf16-true": (train_template, {"precision": "bf16-true"}),
+    "engine": (train_engine, {}),
+    "script of torchrun": (train_script, {}),
 }
 
 

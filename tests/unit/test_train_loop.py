@@ -24,6 +24,7 @@ class Recorder(Stepper):
         self._num_steps, self._knows_length = num_steps, knows_length
         self.events: list[Event] = []
         self.saved: list[tuple[int, dict[str, Any]]] = []  # how many events were before it, and its position
+        self.recorded: list[tuple[int, dict[str, Any]]] = []  # the same of places
 
     def _note(self, what: str) -> None:
         self.events.append((what, self.position.epoch, self.position.epoch_steps, self.position.steps))
@@ -45,6 +46,10 @@ class Recorder(Stepper):
     def save(self) -> None:
         self._note("save")
         self.saved.append((len(self.events), asdict(self.position)))
+
+    def record(self, *, is_same_step: bool) -> None:
+        assert is_same_step != self.position.is_pending
+        self.recorded.append((len(self.events), asdict(self.position)))
 
     def end_epoch(self) -> None:
         self._note("end_epoch")
@@ -149,3 +154,18 @@ def test_stopped_training_saves_its_last_step_and_resumes_there(
 def test_epoch_without_a_step_is_refused() -> None:
     with pytest.raises(ConfigError, match="the training data has no batch for this worker"):
         train(Recorder(0, knows_length=True), LoopSettings(epochs=1), never)
+
+
+@given(SETTINGS, st.integers(1, 6), st.booleans(), st.data())
+def test_training_continued_from_any_place_goes_on_as_it_would_have(
+    settings: LoopSettings, num: int, knows_length: bool, data: st.DataObject
+) -> None:
+    """A step is recorded when it is made, and again when what was due after it is done."""
+    whole = Recorder(num, knows_length=knows_length)
+    train(whole, settings, never)
+    assert {at["steps"] for _, at in whole.recorded} == set(range(1, whole.position.steps + 1))
+    number, at = data.draw(st.sampled_from(whole.recorded))
+    continued = Recorder(num, knows_length=knows_length, position=LoopPosition(**at))
+    train(continued, settings, never)
+    assert continued.events == whole.events[number:]
+    assert continued.position == whole.position
