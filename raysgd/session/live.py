@@ -19,7 +19,7 @@ from typing import Any, Protocol, final
 
 from raysgd._util.imports import imported
 from raysgd.errors import UsageError
-from raysgd.session.events import NUM_MARKS, HeldStep, Mark
+from raysgd.session.events import NUM_MARKS, HeldStep, Mark, add_mark
 
 
 class Attempt(Protocol):
@@ -240,7 +240,7 @@ class LiveState:
     def _mark(self, session: Attempt, mark: Mark) -> None:
         is_same = mark.small == self._small
         self._small = mark.small or b""
-        self.marks.append(mark)
+        add_mark(self.marks, mark)
         session.send_mark(replace(mark, small=None) if is_same else mark)
 
     def _note_tensors(self, *, lists_parameters: bool = False) -> bool:

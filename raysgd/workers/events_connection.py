@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysgd.session.events import NUM_MARKS, Mark, WorkerEvent
+from raysgd.session.events import NUM_MARKS, Mark, WorkerEvent, add_mark
 from raysgd.transport import Endpoint, connect, pack, read_message
 
 #: Seconds to connect, and to wait for an acknowledgement, before Ray's stream is used.
@@ -215,7 +215,7 @@ class Inbox:
 
     def put_mark(self, mark: Mark) -> None:
         """Add a mark."""
-        self.marks.append(mark if mark.small is not None else replace(mark, small=self.marks[-1].small))
+        add_mark(self.marks, mark if mark.small is not None else replace(mark, small=self.marks[-1].small))
 
     async def wait_drained(self, timeout_s: float) -> None:
         """Wait until everything that a dead worker's connections still hold is in the queue."""

@@ -18,6 +18,7 @@ from raysgd.session.event_queue import EventQueue
 from raysgd.session.events import Mark
 from raysgd.session.live import LiveState
 from raysgd.session.worker import WorkerSession
+from raysgd.workers.events_connection import Inbox
 from support.sessions import FakeLink, FakeWriter
 
 
@@ -307,6 +308,25 @@ def test_only_an_optimizer_of_the_state_begins_its_changes(is_own: bool) -> None
     parameters = training.model.parameters() if is_own else probe.parameters()
     torch.optim.SGD(parameters, lr=0.1).step()  # the objects have another optimizer
     assert training.live.is_changing == is_own
+
+
+def test_marks_of_many_passes_do_not_displace_those_of_steps() -> None:
+    """Else the generators of a rank that dies after some passes would not be known."""
+    training, inbox = Training(), Inbox()
+    training.step(2)
+    for _ in range(8):
+        training.forward().backward()
+    for mark in training.sent:
+        inbox.put_mark(mark)
+    for marks in (training.live.marks, inbox.marks):
+        assert [(mark.step, mark.is_in_step) for mark in marks] == [
+            (0, True),
+            (1, False),
+            (1, True),
+            (2, False),
+            (2, True),
+        ]
+        assert marks[-1].small == training.session.own_state()
 
 
 def test_pass_after_the_last_change_does_not_hide_what_it_draws() -> None:
