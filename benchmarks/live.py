@@ -35,7 +35,7 @@ PUBLISHED, SCRATCH = ROOT / "doc" / "benchmarks", ROOT / "build" / "benchmarks"
 #: Seconds from a kill to the next step, median and 99 %; steps repeated; step time to that without; GB/s to the new rank.
 TO_NEXT_STEP_S, SLOWEST_S, REPEATED, STEP_RATIO, RATE = 0.5, 1.0, 1, 1.0, 1.0
 SIZES = (2, 4)
-KILLS = {"live": 14, "memory": 5}
+KILLS = {"live": 10, "memory": 3}
 STATE_BYTES = 2 * WIDTH * WIDTH * 4 * 3
 #: The lighthouse of torchft: as its README starts it, and with short times.
 TORCHFT = {
@@ -150,7 +150,7 @@ def measure_steps(folder: Path, *, quick: bool) -> dict[str, Any]:
             for name, width, count in (("100 MB", WIDTH, 12), ("1 MB", WIDTH // 10, 300)):
                 ways = {"none": "none", "none again": "none", "live": "live", "memory": "memory"}
                 taken: dict[str, list[float]] = {way: [] for way in ways}
-                for number in range(1 if quick else 12):
+                for number in range(1 if quick else 8):
                     for way in random.Random(number).sample(list(ways), len(ways)):
                         few = count // 6 if way == "memory" else count
                         config = {"way": ways[way], "width": width, "count": 2 if quick else few}
@@ -178,7 +178,7 @@ def measure_torchft(folder: Path, python: str, *, quick: bool) -> dict[str, Any]
             with tempfile.TemporaryDirectory(dir=folder) as own:
                 group = _ReplicaGroups(python, Path(own), settings, size)
                 try:
-                    found[name][str(size)] = group.kill_again_and_again(1 if quick else 3)
+                    found[name][str(size)] = group.kill_again_and_again(1 if quick else 2)
                 finally:
                     group.close()
     return found

@@ -5,6 +5,7 @@ The records hold built-in types and bytes only. The user's objects cross the con
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -139,6 +140,7 @@ class StartUnusable:
 
 
 #: The marks of a rank that may be needed: after the chosen step and the one after it, and after passes in the steps that follow.
+#: See `add_mark`.
 NUM_MARKS = 5
 
 #: Saves from this number on are copies of a live state.
@@ -188,6 +190,13 @@ class Mark:
     small: bytes | None
     is_in_step: bool = False
     is_settled: bool = False
+
+
+def add_mark(marks: deque[Mark], mark: Mark) -> None:
+    """Add a mark to the last ones. Of the passes of a step only the last one counts."""
+    if marks and marks[-1].is_in_step and mark.is_in_step:
+        marks.pop()
+    marks.append(mark)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysgd.session.events import NUM_MARKS, Mark, WorkerEvent
+from raysgd.session.events import NUM_MARKS, Mark, WorkerEvent, add_mark
 from raysgd.transport import Endpoint, connect, pack, read_message, split_messages
 
 #: Seconds to connect, and to wait for an acknowledgement, before Ray's stream is used.
@@ -211,6 +211,28 @@ class MarkSender:
             self._connection.close()
 
 
+def newest_marks(messages: Sequence[bytes], small: bytes | None) -> list[Mark]:
+    """Return the marks that count among those of so many messages, oldest first, of which not all are unpacked.
+
+    Args:
+        messages: Marks of which some leave out what belongs to the rank, if it is as in the one before.
+        small: What belongs to the rank after the mark before these.
+    """
+    newest: list[Mark] = []  # first
+    num_whole = 0
+    for message in reversed(messages):
+        mark: Mark = pickle.loads(message)
+        if not (newest and mark.is_in_step and newest[-1].is_in_step):
+            newest.append(mark)
+        if mark.small is not None:
+            newest[num_whole:] = [replace(each, small=mark.small) for each in newest[num_whole:]]
+            num_whole = len(newest)
+            if num_whole >= NUM_MARKS:
+                break
+    newest[num_whole:] = [replace(each, small=small) for each in newest[num_whole:]]
+    return newest[::-1]
+
+
 class Inbox:
     """The controller's end of one worker's events: batches in order, each once, over the connection or through Ray.
 
@@ -263,10 +285,8 @@ class Inbox:
         with self._open(writer):
             while data := await reader.read(1 << 20):
                 messages, unread = split_messages(unread + data)
-                for message in messages[-MAX_WITHOUT_SMALL - NUM_MARKS :]:
-                    mark: Mark = pickle.loads(message)
-                    last = self.marks[-1].small if self.marks else None
-                    self.marks.append(mark if mark.small is not None else replace(mark, small=last))
+                for mark in newest_marks(messages, self.marks[-1].small if self.marks else None):
+                    add_mark(self.marks, mark)
                 if not self._is_draining:
                     writer.transport.pause_reading()  # type: ignore[attr-defined]
                     self._pause = loop.create_future()

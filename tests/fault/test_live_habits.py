@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault, pytest.mark.timeout
 travels_by_value(__name__)
 
 NUM_RANKS = 3
-BATCH = 4
+BATCH = 6
 NUM_STEPS = 16
 #: The steps in which a rank is killed.
 KILLED_IN = (5, 9, 12)
@@ -67,7 +67,15 @@ def same(one: Any, other: Any) -> bool:
 
 
 #: `make nightly` runs the others.
-OFTEN = {"accumulates, a step in each batch", "scaler", "two models", "replaces states", "unfreezes", "evaluates"}
+OFTEN = {
+    "accumulates, a step in each batch",
+    "scaler",
+    "two models",
+    "replaces states",
+    "passes per row",
+    "unfreezes",
+    "evaluates",
+}
 
 
 @pytest.mark.parametrize(

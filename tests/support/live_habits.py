@@ -72,6 +72,16 @@ class Accumulating(Loop):
         return number % 2 == 0
 
 
+class PassesPerRow(Loop):
+    """A pass for each row of a batch."""
+
+    def train(self, number: int, x: Any, y: Any) -> None:
+        self.model[1].eval()  # batch norm needs two rows
+        for row in range(len(x)):
+            (self.loss(x[row : row + 1], y[row : row + 1]) / len(x)).backward()
+        self.change()
+
+
 class AccumulatingInEachBatch(Accumulating):
     """The same, and a step is declared after each batch."""
 
@@ -328,6 +338,7 @@ LOOPS: dict[str, type[Loop]] = {
     "plain": Loop,
     "accumulates": Accumulating,
     "accumulates, a step in each batch": AccumulatingInEachBatch,
+    "passes per row": PassesPerRow,
     "scaler": Scaling,
     "average": Averaging,
     "average by hand": AveragingByHand,

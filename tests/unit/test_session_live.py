@@ -305,6 +305,17 @@ def test_only_an_optimizer_of_the_state_begins_its_changes(is_own: bool) -> None
     assert training.live.is_changing == is_own
 
 
+def test_marks_of_many_passes_do_not_displace_those_of_steps() -> None:
+    """Else the generators of a rank that dies after some passes would not be known."""
+    training = Training()
+    training.step(2)
+    for _ in range(8):
+        training.forward().backward()
+    marks = training.live.marks
+    assert [(mark.step, mark.is_in_step) for mark in marks] == [(0, True), (1, False), (1, True), (2, False), (2, True)]
+    assert marks[-1].small == training.session.own_state()
+
+
 def test_pass_after_the_last_change_does_not_hide_what_it_draws() -> None:
     training = Training()
     training.step()

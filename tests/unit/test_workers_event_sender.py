@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import resource
 import threading
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raysgd.session.events import NUM_MARKS, Mark, Warned
+from raysgd.session.events import NUM_MARKS, Mark, Warned, add_mark
 from raysgd.transport import Endpoint, connect
 from raysgd.workers import events_connection
-from raysgd.workers.events_connection import Batch, EventSender, Inbox, InboxAddress, Inboxes, MarkSender
+from raysgd.workers.events_connection import Batch, EventSender, Inbox, InboxAddress, Inboxes, MarkSender, newest_marks
 from support.listening import Loop, Relay, listening
 from support.poll import until
 
@@ -217,6 +220,23 @@ def test_batch_that_leaves_a_gap_is_dropped(loop: Loop) -> None:
 
 def marks_of(number: int, small: bytes = b"{}") -> Mark:
     return Mark(number, small, is_in_step=number % 2 == 1, is_settled=True)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=60), st.integers(1, 20))
+def test_marks_are_those_that_all_of_them_would_leave(passes: list[tuple[int, bool]], at_a_time: int) -> None:
+    """Whatever is not unpacked: many passes make a step where gradients are accumulated."""
+    sent, expected, small = [], deque([Mark(0, b"")], maxlen=NUM_MARKS), b""
+    for step, (num_passes, is_drawn) in enumerate(passes):
+        for number in range(num_passes + 1):
+            small, before = (b"%d %d" % (step, number) if is_drawn else small), small
+            mark = Mark(step, small, is_in_step=number > 0)
+            sent.append(pickle.dumps(mark if small != before else replace(mark, small=None)))
+            add_mark(expected, mark)
+    found = deque([Mark(0, b"")], maxlen=NUM_MARKS)
+    for start in range(0, len(sent), at_a_time):
+        for mark in newest_marks(sent[start : start + at_a_time], found[-1].small):
+            add_mark(found, mark)
+    assert found == expected
 
 
 def test_newest_marks_are_known_whatever_was_skipped(loop: Loop) -> None:

@@ -27,7 +27,7 @@ from typing import Any, Protocol, final, runtime_checkable
 
 from raysgd._util.imports import imported
 from raysgd.errors import SessionError, UsageError
-from raysgd.session.events import NUM_MARKS, HeldStep, Mark
+from raysgd.session.events import NUM_MARKS, HeldStep, Mark, add_mark
 from raysgd.session.live.copies import CopyInterval
 from raysgd.session.live.kept import KeptState, counted, versions
 from raysgd.session.live.pieces import are_replicated, describe_piece, number_pieces
@@ -352,7 +352,7 @@ class LiveState:
 
     def _mark(self, session: Attempt, mark: Mark) -> None:
         self._small = mark.small or b""
-        self.marks.append(mark)
+        add_mark(self.marks, mark)
         session.send_mark(mark)
 
     def _note_tensors(self, *, lists_parameters: bool = False) -> bool:
