@@ -218,6 +218,7 @@ def test_stuck_rank_is_the_one_with_fewest_calls() -> None:
 
 def test_source_file_that_marks_train_func_stacks_exists() -> None:
     assert (ROOT / hang_policy._INSIDE).is_file()
+    assert all((ROOT / sign).is_file() for sign in hang_policy._WAITING if sign.startswith("raysgd/"))
 
 
 def test_rank_idle_longest_is_stuck_among_equal_calls() -> None:
@@ -234,6 +235,8 @@ def test_rank_outside_collectives_is_blamed_among_equal_calls() -> None:
     assert blame(hang, {0: waiting, 1: sleeping, 2: waiting}).rank == 1
     assert blame(hang, {0: "it cannot be read", 1: sleeping, 2: waiting}).rank == 1
     assert blame(hang, {0: waiting, 1: waiting, 2: waiting}).rank == 0
+    own = "wait (raysgd/backends/torch_transfers.py:140) train (train.py:7) _call (raysgd/workers/process/train_thread.py:190)"
+    assert blame(hang, {0: own, 1: sleeping, 2: own}).rank == 1, "they wait for an operation that the loop began before"
     assert blame(hang, {}).rank == 0
 
 

@@ -40,7 +40,13 @@ class _Worker(Silence):
 
 
 #: Parts of a stack whose rank waits for others in a collective.
-_WAITING = ("torch/distributed", "_engine_run_backward", "horovod/", "tensorflow/python/distribute")
+_WAITING = (
+    "torch/distributed",
+    "raysgd/backends/torch_transfers.py",
+    "_engine_run_backward",
+    "horovod/",
+    "tensorflow/python/distribute",
+)
 #: Part of every stack that shows the thread of train_func.
 _INSIDE = "raysgd/workers/process/train_thread.py"
 
