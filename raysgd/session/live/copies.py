@@ -7,15 +7,14 @@ from collections.abc import Sequence
 
 #: The part of the training time that the copies may take.
 MAX_FRACTION = 0.02
+#: Seconds between two copies at least, as each costs the TrainerActor some messages for each rank.
+MIN_INTERVAL_S = 1.0
 #: Steps between the first copy, which takes memory that the later ones use again, and the second, which is measured.
 _FIRST_INTERVAL = 10
 
 
 class CopyInterval:
     """The same on all ranks, as they count the same steps and know the times of all.
-
-    Args:
-        clock: Returns seconds.
 
     Attributes:
         steps: Steps from one copy to the next.
@@ -47,6 +46,6 @@ class CopyInterval:
         """Choose the next interval, from what `measure` returned on each rank."""
         if self._num_copies:
             seconds, of_step = max(each[0] for each in times), min(each[1] for each in times)
-            self.steps = max(1, math.ceil(seconds / (MAX_FRACTION * max(of_step, 1e-6))))
+            self.steps = math.ceil(max(seconds / MAX_FRACTION, MIN_INTERVAL_S) / max(of_step, 1e-6))
         self._num_copies += 1
         self._last = step

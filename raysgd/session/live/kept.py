@@ -38,15 +38,20 @@ def _tensors_in(state: Any) -> Iterator[Any]:
     elif not isinstance(state, (list, tuple)):
         tensor = getattr(state, "local", state)
         if hasattr(tensor, "_version"):
-            yield tensor
+            yield from counted(tensor)
         return
     for each in state:
         yield from _tensors_in(each)
 
 
+def counted(tensor: Any) -> tuple[Any, ...]:
+    """Return what counts the changes of a tensor: an operation on a DTensor counts there, or at its local tensor."""
+    return (tensor, tensor._local_tensor) if hasattr(tensor, "_local_tensor") else (tensor,)
+
+
 def versions(tensors: Any) -> list[int]:
-    """Return torch's counts of the changes of tensors. An operation on a DTensor counts there, or at its local tensor."""
-    return [tensor._version + getattr(tensor, "_local_tensor", tensor)._version for tensor in tensors]
+    """Return torch's counts of changes."""
+    return [tensor._version for tensor in tensors]
 
 
 def without_meshes(state: Any) -> Any:

@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, final, runtime_checkable
 
 from raysgd._util.imports import imported
-from raysgd.errors import UsageError
+from raysgd.errors import SessionError, UsageError
 from raysgd.session.events import NUM_MARKS, HeldStep, Mark
 from raysgd.session.live.copies import CopyInterval
-from raysgd.session.live.kept import KeptState, versions
+from raysgd.session.live.kept import KeptState, counted, versions
 from raysgd.session.live.pieces import are_replicated, describe_piece, number_pieces
 
 
@@ -301,16 +301,36 @@ class LiveState:
     def _on_change(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """An optimizer is about to change the state."""
         session, torch = self._session, imported("torch")
-        is_own = any(
-            optimizer in (given, _inner(given), getattr(given, "inner", None)) for given in self._objects.values()
-        )
-        if torch is not None and self._flag is not None and is_own and not self.is_changing:
-            torch.distributed.all_reduce(self._flag)
+        if self._flag is not None and session is not None and self._is_own(optimizer):
+            if not self.is_changing:
+                self._agree(session)
+            return
         if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # so that the gradients are those of all ranks, or the attempt is over
         if session is not None:
             session.check_live()
         self.is_changing = True
+
+    def _is_own(self, optimizer: Any) -> bool:
+        own = (
+            each for given in self._objects.values() for each in (given, _inner(given), getattr(given, "inner", None))
+        )
+        return any(optimizer is each for each in own)
+
+    def _agree(self, session: Attempt) -> None:
+        """Wait until all ranks have their gradients. Then each of them makes its changes, even if the attempt is over by then."""
+        torch = imported("torch")
+        assert torch is not None
+        self.is_changing = True  # from here on the step is not interrupted
+        is_agreed = False
+        try:
+            torch.distributed.all_reduce(self._flag.fill_(1))
+            is_agreed = int(self._flag) == session.world_size  # an aborted collective on a GPU raises no error
+        finally:
+            self.is_changing = is_agreed
+        if not is_agreed:
+            session.check_live()
+            raise SessionError("the ranks could not agree that all of them have their gradients")
 
     def _mark(self, session: Attempt, mark: Mark) -> None:
         self._small = mark.small or b""
@@ -319,7 +339,7 @@ class LiveState:
 
     def _list_tensors(self) -> list[Any]:
         """Return the tensors that are not copied."""
-        return [value for _, value in self._named_tensors()]
+        return [each for _, value in self._named_tensors() for each in counted(value)]
 
     def _named_tensors(self) -> Iterator[tuple[str, Any]]:
         for name, given in self._objects.items():
