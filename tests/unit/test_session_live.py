@@ -16,6 +16,7 @@ from raysgd.errors import AttemptEnded, UsageError
 from raysgd.session.base import Identity
 from raysgd.session.event_queue import EventQueue
 from raysgd.session.events import Mark
+from raysgd.session.live.kept import leave_room
 from raysgd.session.live.state import LiveState
 from raysgd.session.worker import Codec, WorkerSession
 from support.sessions import FakeLink, FakeWriter
@@ -324,3 +325,28 @@ def test_pass_after_the_last_change_does_not_hide_what_it_draws() -> None:
     training.forward()  # an evaluation that draws
     training.live.step()
     assert not training.sent[-1].is_settled
+
+
+@pytest.mark.parametrize(("total", "is_moved"), [(1000, False), (140, True)])
+def test_state_moves_to_the_host_if_a_gpu_has_no_room_for_two(
+    monkeypatch: pytest.MonkeyPatch, total: int, is_moved: bool
+) -> None:
+    class OnGpu:
+        is_cuda, _version = True, 0
+
+        def numel(self) -> int:
+            return 10
+
+        def element_size(self) -> int:
+            return 4
+
+        def cpu(self) -> str:
+            return "on the host"
+
+    tensor = OnGpu()
+    state = {"model": {"weight": tensor}, "steps": [3]}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, total))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 120)
+    weight = "on the host" if is_moved else tensor
+    assert leave_room(state) == {"model": {"weight": weight}, "steps": [3]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
+from raysgd._util.imports import imported
 from raysgd.session.events import HeldStep
 
 
@@ -68,3 +69,25 @@ def without_meshes(state: Any) -> Any:
     from raysgd.checkpoint.codecs.torch import LocalShards
 
     return LocalShards.of(state)
+
+
+def leave_room(state: Any) -> Any:
+    """Return a state, moved to the host's memory if the GPU has no room for it next to what the attempt took at most.
+
+    The next attempt takes as much again while this state is kept. Shards of DTensors stay where they are.
+    """
+    torch = imported("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return state
+    num_bytes = sum(each.numel() * each.element_size() for each in _tensors_in(state) if each.is_cuda)
+    _, total = torch.cuda.mem_get_info()
+    return state if torch.cuda.max_memory_reserved() + num_bytes <= total else _on_host(state)
+
+
+def _on_host(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _on_host(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_on_host(each) for each in state]
+    is_whole = hasattr(state, "_version") and not hasattr(state, "_local_tensor")
+    return state.cpu() if is_whole else state

@@ -29,7 +29,7 @@ from raysgd._util.imports import imported
 from raysgd.errors import SessionError, UsageError
 from raysgd.session.events import NUM_MARKS, HeldStep, Mark, add_mark
 from raysgd.session.live.copies import CopyInterval
-from raysgd.session.live.kept import KeptState, counted, versions
+from raysgd.session.live.kept import KeptState, counted, leave_room, versions
 from raysgd.session.live.pieces import are_replicated, describe_piece, number_pieces
 
 
@@ -235,7 +235,7 @@ class LiveState:
                 state = {name: self._state_of(name, given, complete) for name, given in self._objects.items()}
                 more = num_reports - complete.num_reports if self._counts_reports else 0
                 held = replace(complete.held, iteration=complete.held.iteration + more)
-                return KeptState(held, {**state, **complete.values()})
+                return KeptState(held, leave_room({**state, **complete.values()}))
         return None
 
     def close(self) -> None:
