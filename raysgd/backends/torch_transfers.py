@@ -103,7 +103,8 @@ def _recorded_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
     def barrier(group: Any, *args: Any, **kwargs: Any) -> Any:
         call = _Call()
         _record((group.group_name, "monitored_barrier", _ALL, 0), weakref.ref(call))
-        return original(group, *args, **kwargs)  # `call` ends with this frame
+        with context.current().progress.waiting:
+            return original(group, *args, **kwargs)  # `call` ends with this frame
 
     return barrier
 

@@ -155,7 +155,8 @@ def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None, 
     tensors = [(each._local_tensor if is_dtensor(each) else each).data for each in buffers.values()]
     group = dist.group.WORLD if group is None else group
     if tensors and group is not None:
-        dist._broadcast_coalesced(group, tensors, _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]
+        with context.current().progress.waiting:
+            dist._broadcast_coalesced(group, tensors, _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raysgd.backends import torch_transfers
+from raysgd.session import context
 from raysgd.session.progress import Progress, Stopwatch
 from raysgd.torch import reduction
-from raysgd.torch.model import DistributedModel
+from raysgd.torch.model import DistributedModel, broadcast_buffers
 from raysgd.torch.reduction import time_waiting
 
 WAIT_S = 0.1
@@ -114,6 +116,23 @@ def test_passes_without_synchronization_are_not_timed(waiting: Stopwatch) -> Non
     assert waiting.seconds < WAIT_S / 2
     backward(prepared)
     assert waiting.seconds >= WAIT_S
+
+
+def test_broadcasting_buffers_is_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "_broadcast_coalesced", lambda *args: time.sleep(WAIT_S))
+    began = context.current().progress.waiting.seconds
+    broadcast_buffers(nn.BatchNorm1d(2))
+    assert context.current().progress.waiting.seconds - began >= WAIT_S
+
+
+def test_waiting_for_an_operation_of_torch_is_timed() -> None:
+    torch_transfers.install()
+    waiting = context.current().progress.waiting
+    began = waiting.seconds
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    assert work is not None
+    work.wait()
+    assert waiting.seconds > began
 
 
 def test_timing_continues_after_a_failed_pass(waiting: Stopwatch) -> None:
