@@ -145,8 +145,8 @@ class Evidence:
     backend: str = ""
 
     @classmethod
-    def of(cls, events: Sequence[Event], until: float = 0.0) -> Evidence:
-        """Collect what events say, oldest first; of a live run, count its time up to a moment (s since the epoch)."""
+    def of(cls, events: Sequence[Event]) -> Evidence:
+        """Collect what the events of a run say, oldest first."""
         nodes: dict[int, str] = {}
         readings, newest = Readings(), Readings()
         savings: list[Saving] = []
@@ -169,7 +169,6 @@ class Evidence:
                     failures += 1
         used = readings if readings.paces() else newest
         ledger = Ledger.of(events)
-        ledger.advance(until)
         return cls(ledger, ledger.totals(), nodes, used.paces(), used.windows(), savings, failures, used.busy, backend)
 
     def within(self, window: Window) -> Evidence:

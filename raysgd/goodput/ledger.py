@@ -7,6 +7,7 @@ whether it waits for a rank that is late or for the data that they exchange; see
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -176,7 +177,7 @@ class Ledger:
         max_readings: How many samples of a rank in an attempt are kept, an even number; of more, every second one.
 
     Attributes:
-        now: The time up to which is counted: that of the newest event, or given to `advance`.
+        now: The time of the newest event.
     """
 
     def __init__(self, max_readings: int = 1024) -> None:
@@ -197,8 +198,8 @@ class Ledger:
         return ledger
 
     def add(self, event: Event) -> None:
-        """Add the next event. What follows the end of the run, such as a late warning, takes none of its time."""
-        if self._is_over:
+        """Add the next event; `now_event` for the time of a live run up to now. After the end of the run, none takes time."""
+        if self._is_over or (event.kind == "now" and not self.now):  # such as a late warning; or nothing has begun
             return
         at, data = event.timestamp, event.data
         if not self.now:
@@ -218,11 +219,6 @@ class Ledger:
             case "resumed":
                 self._span(at, PAUSED)
                 self._joining = STARTING
-
-    def advance(self, moment: float) -> None:
-        """Count the time of a live run up to a moment; a pause, or a wait for resources, has no events meanwhile."""
-        if self.now and not self._is_over:
-            self.now = max(self.now, moment)
 
     def _start(self, data: Mapping[str, Any]) -> None:
         if self._attempts and self._attempts[-1].end is None:  # it ended without a word: the controller was lost
@@ -311,6 +307,11 @@ class Ledger:
     def goodput(self) -> float | None:
         """Return the part of the workers' time, without pauses, that was training and evaluation; None before there is any."""
         return goodput_of(self.totals())
+
+
+def now_event() -> Event:
+    """Return an event that says nothing but the time: a pause, or a wait for resources, has no other one meanwhile."""
+    return Event("now", time.time())
 
 
 def goodput_of(totals: Mapping[str, float]) -> float | None:

@@ -29,7 +29,7 @@ from raysgd.controller.journal.callback_reader import CallbackReader, describe_s
 from raysgd.controller.journal.outcome import outcome_error
 from raysgd.controller.rounds import Reduce, RoundMerger
 from raysgd.errors import MissingMetricError, RaySGDError, RunCancelledError, TrainerClosedError, WorkerError
-from raysgd.goodput.ledger import Ledger
+from raysgd.goodput.ledger import Ledger, now_event
 from raysgd.result import Event, Result, RunInfo
 from raysgd.trainer.channel import CLUSTER_IS_GONE, Channel, ReturnedValues
 from raysgd.trainer.last_words import LastWords
@@ -119,7 +119,7 @@ class ResultStream:
 
         def read_goodput() -> float | None:
             if thread.is_alive():  # the run may be live, and have no event now
-                ledger.advance(time.time())
+                ledger.add(now_event())
             return ledger.goodput()
 
         self.run_info = replace(RunInfo("", "", {}, 0, "") if info is None else info, read_goodput=read_goodput)

@@ -23,7 +23,7 @@ from raysgd.controller.journal.journal import read_description, reading
 from raysgd.controller.rounds import RoundMerger, check_reduce
 from raysgd.goodput.evidence import Evidence
 from raysgd.goodput.kept_events import KeptEvents
-from raysgd.goodput.ledger import WORDS
+from raysgd.goodput.ledger import WORDS, now_event
 from raysgd.goodput.summary import summarize
 from raysgd.result import Event, Result
 from raysgd.runs.finding import run_name
@@ -141,12 +141,12 @@ class RunData:
             with reading(self.folder):
                 self._update(_BUDGET_S)
             is_live = self._state() in ("live", "paused")
-            began = time.monotonic()
-            if (self._time_seq != self._seq or is_live) and began >= self._time_again_at:
-                evidence = Evidence.of(list(self._kept), until=time.time() if is_live else 0.0)
+            if (self._time_seq != self._seq or is_live) and time.monotonic() >= self._time_again_at:
+                began = time.thread_time()
+                evidence = Evidence.of([*self._kept, *([now_event()] if is_live else [])])
                 self._time, self._time_seq = {**summarize(evidence), "words": WORDS}, self._seq
-                ended = time.monotonic()
-                self._time_again_at = ended + max(_TIME_EVERY_S, _TIME_FACTOR * (ended - began))
+                took_s = time.thread_time() - began
+                self._time_again_at = time.monotonic() + max(_TIME_EVERY_S, _TIME_FACTOR * took_s)
             return {**self._time, "is_final": self._is_closed and self._time_seq == self._seq}
 
     def ranges(self, budget_s: float | None = None) -> dict[str, list[float]] | None:

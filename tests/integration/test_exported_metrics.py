@@ -29,7 +29,7 @@ travels_by_value(__name__)
 
 
 PORT = free_port()
-RAY_INIT = {"_metrics_export_port": PORT, "_system_config": {"metrics_report_interval_ms": 500}}
+RAY_INIT = {"_metrics_export_port": PORT, "_system_config": {"metrics_report_interval_ms": 2000}}
 #: The values of a worker that makes a step in 0.05 s, or slower ones on a busy machine.
 BOUNDS = {
     "rss_bytes": (10e6, 10e9),

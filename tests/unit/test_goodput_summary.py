@@ -93,16 +93,24 @@ def test_events_may_be_added_while_another_thread_adds_up() -> None:
     assert {each.rank for each in [first, *pieces]} == {0, 1}
 
 
+def test_a_run_begins_with_its_first_event_though_it_is_asked_before() -> None:
+    ledger = Ledger()
+    ledger.add(Event("now", 0.5))
+    for event in sampled(2, 5):
+        ledger.add(event)
+    assert ledger.totals() == Ledger.of(sampled(2, 5)).totals()
+
+
 def test_time_without_events_counts_while_a_run_is_live() -> None:
     ledger = Ledger.of([*sampled(2, 5)[:-1], Event("failure", 20.0)])
     before = ledger.goodput()
-    ledger.advance(120.0)
+    ledger.add(Event("now", 120.0))
     assert before is not None and ledger.totals()["recovering"] == pytest.approx(2 * 100)
     assert ledger.goodput() == pytest.approx(before * 19 / 119)
     paused = Ledger.of([*sampled(2, 5)[:-1], Event("paused", 12.0)])
     before = paused.goodput()
-    paused.advance(120.0)
+    paused.add(Event("now", 120.0))
     assert paused.totals()["paused"] == pytest.approx(2 * 108) and paused.goodput() == before
     ended = Ledger.of([*sampled(2, 5), Event("warning", 60.0, {"message": "the last checkpoint was not deleted"})])
-    ended.advance(120.0)
+    ended.add(Event("now", 120.0))
     assert (ended.now, ended.length_s) == (12.0, 11.0)

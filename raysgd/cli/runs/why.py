@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import click
 
 from raysgd.cli.console import SUCCEEDED, address_flag, json_flag, print_json, storage_flag
 from raysgd.cli.runs.finding import find_run
-from raysgd.goodput.ledger import PAUSED, WORDS
+from raysgd.goodput.ledger import PAUSED, WORDS, now_event
 
 
 @click.command("why")
@@ -29,9 +28,10 @@ def command(run: str, storage_path: str, address: str | None, as_json: bool) -> 
     from raysgd.runs.state import is_paused, state_by_files
 
     events = read_events(find_run(run, storage_path, address))
-    last_s = events[-1].timestamp if events else 0.0
-    state = state_by_files(outcome_of(events), is_paused=is_paused(events), last_s=last_s)
-    summary = summarize(Evidence.of(events, until=time.time() if state in ("live", "paused") else 0.0))
+    last_s = max((event.timestamp for event in events), default=0.0)
+    if state_by_files(outcome_of(events), is_paused=is_paused(events), last_s=last_s) in ("live", "paused"):
+        events.append(now_event())
+    summary = summarize(Evidence.of(events))
     if as_json:
         print_json(summary)
         return SUCCEEDED
