@@ -106,13 +106,9 @@ class SpanRecorder:
     """
 
     def __init__(self, now: float, use: int) -> None:
-        self._windows: dict[int, list[array[float]]] = {0: []}
-        self._begin(0, 0, now, use)
-
-    def _begin(self, number: int, reports: int, now: float, use: int) -> None:
         # One flat array for a step: its number, its reports, and then the time and the use of each change.
-        self._numbers = array("d", (number, reports, now, use))
-        self._windows[number // WINDOW_STEPS].append(self._numbers)
+        self._numbers = array("d", (0, 0, now, use))
+        self._windows = {0: [self._numbers]}
 
     def begin_step(self, number: int, reports: int, now: float, use: int) -> None:
         """End the step and begin the next one, with this use."""
@@ -122,7 +118,8 @@ class SpanRecorder:
         if window not in self._windows:
             kept = {each: steps for each, steps in self._windows.items() if is_kept(each, window)}
             self._windows = {**kept, window: []}
-        self._begin(number, reports, now, use)
+        self._numbers = array("d", (number, reports, now, use))
+        self._windows[window].append(self._numbers)
 
     def change(self, now: float, use: int) -> None:
         """Another use begins."""
@@ -156,10 +153,11 @@ class Uses:
     Attributes:
         thread: Identifier of the timed thread: the one that made the object, until `Progress.enter` changes it.
         base: The use outside all blocks.
+        running: It, and the uses of the blocks that the thread is in, the innermost last.
         recorder: Keeps when each use began.
     """
 
-    __slots__ = ("_running", "_since", "base", "clock", "recorder", "thread")
+    __slots__ = ("_since", "base", "clock", "recorder", "running", "thread")
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -168,40 +166,36 @@ class Uses:
     def begin(self, base: Stopwatch) -> None:
         """Start to count for this thread, outside all blocks."""
         self.thread = get_ident()
-        self.base, self._running, self._since = base, [base], self.clock()
+        self.base, self.running, self._since = base, [base], self.clock()
         self.recorder = SpanRecorder(self._since, base.index)
 
     def enter(self, use: Stopwatch) -> None:
         self.settle()
-        self._running.append(use)
+        self.running.append(use)
         self.recorder.change(self._since, use.index)
 
     def leave(self) -> None:
         self.settle()
-        if len(self._running) > 1:  # the block was entered since `begin`
-            self._running.pop()
-            self.recorder.change(self._since, self._running[-1].index)
+        if len(self.running) > 1:  # the block was entered since `begin`
+            self.running.pop()
+            self.recorder.change(self._since, self.running[-1].index)
 
     def settle(self) -> None:
         """Count the time up to now."""
         now = self.clock()
         # Python changes threads at calls and jumps only: another thread sees both changes, or none.
-        self._running[-1].seconds += now - self._since
+        self.running[-1].seconds += now - self._since
         self._since = now
 
     def change_base(self, base: Stopwatch) -> None:
         """Have another use outside all blocks from now on."""
         self.settle()
-        self.base = self._running[0] = base
-        self.recorder.change(self._since, self._running[-1].index)
-
-    def begin_step(self, number: int, reports: int, now: float) -> None:
-        """Begin a step of this number, after so many reports."""
-        self.recorder.begin_step(number, reports, now, self._running[-1].index)
+        self.base = self.running[0] = base
+        self.recorder.change(self._since, self.running[-1].index)
 
     def now(self) -> tuple[Stopwatch, float]:
         """Return the use that has the time now, and its seconds that are not counted yet. Any thread may ask."""
-        return self._running[-1], self.clock() - self._since
+        return self.running[-1], self.clock() - self._since
 
 
 class Stopwatch:
@@ -390,7 +384,7 @@ class Progress:
             if not self._steps:
                 self._uses.change_base(self._training)
             self._steps = count
-            self._uses.begin_step(count, self._num_reports, now)
+            self._uses.recorder.begin_step(count, self._num_reports, now, self._uses.running[-1].index)
             # One assignment: a thread that reads meanwhile does not mix two steps. A plain tuple is made fastest.
             self._spent = (count, now - self._entered_at, self.data.seconds)
 
