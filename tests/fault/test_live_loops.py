@@ -123,8 +123,7 @@ def train_engine(config: dict[str, Any]) -> dict[str, Any]:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1))
-    x = torch.randn(96, 5)
-    rows = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.prod(1, keepdim=True)), batch_size=4)
+    batches = torch.randn(96, 5).split(4)[raysgd.world_rank() :: raysgd.world_size()]
     engine = raysgd.Engine(**config["values"])
     model, optimizer, scheduler, _, _ = engine.compose(
         model=model,
@@ -135,11 +134,9 @@ def train_engine(config: dict[str, Any]) -> dict[str, Any]:
     live = raysgd.live_state(engine=engine)
     more = engine.load_checkpoint()
     step = 0 if more is None else more["step"]
-    batches = list(rows)[raysgd.world_rank() :: raysgd.world_size()]
     with dying(config["folder"], config["moment"], step):
         while step < len(batches):
-            inputs, targets = batches[step]
-            engine.backward(nn.functional.mse_loss(model(inputs), targets))
+            engine.backward(nn.functional.mse_loss(model(batches[step]), batches[step].prod(1, keepdim=True)))
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

@@ -157,7 +157,7 @@ def test_epoch_without_a_step_is_refused() -> None:
 
 
 @given(SETTINGS, st.integers(1, 6), st.booleans(), st.data())
-def test_training_continued_from_any_place_goes_on_as_it_would_have(
+def test_training_continued_from_any_place_is_as_it_would_have_been(
     settings: LoopSettings, num: int, knows_length: bool, data: st.DataObject
 ) -> None:
     """A step is recorded when it is made, and again when what was due after it is done."""

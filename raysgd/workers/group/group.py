@@ -261,10 +261,14 @@ class WorkerGroup:
     def expect_loss(self, ranks: Collection[int]) -> None:
         """Start workers where there is room, one for each of these ranks, whose nodes do not answer; end those of earlier calls.
 
-        A replacement is then ready, or nearly so, when the silent nodes are given up.
+        A replacement is then ready, or nearly so, when the silent nodes are given up. A node on which another rank answers is not
+        silent: a process has died there, and Ray does not know it while a child of it lives, such as that of a loader.
         """
-        infos = [worker.info for rank in ranks if (worker := self._members[rank]) is not None]
-        self._avoided.set_silent({info.node_id for info in infos if info is not None})
+        nodes: dict[bool, set[str]] = {True: set(), False: set()}
+        for rank, worker in enumerate(self._members):
+            if worker is not None and worker.info is not None:
+                nodes[rank in ranks].add(worker.info.node_id)
+        self._avoided.set_silent(nodes[True] - nodes[False])
         self._joining.want(self._scaling.max_workers - self.size + len(ranks))
 
     async def _start_missing(self) -> None:
