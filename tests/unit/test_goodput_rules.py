@@ -392,6 +392,13 @@ def test_checkpoints_that_are_too_seldom_name_the_interval_that_costs_least() ->
     assert found.gain == pytest.approx(1.13, abs=0.01), "60 of 464 s were repeated"
 
 
+def test_a_save_takes_as_long_as_on_the_rank_that_saves() -> None:
+    run = make_run(4, lambda rank, _: {"training": 0.09, "checkpoint" if rank == 0 else "waiting": 0.01})
+    for _ in range(11):
+        run.events.insert(-1, Event("checkpoint", run.at, {"iteration": 100, "seconds": 0.1}))
+    assert Evidence.of(run.events).stall_s == pytest.approx(0.1)
+
+
 def test_checkpoints_often_enough_are_not_blamed() -> None:
     assert all("save_checkpoint every" not in each.remedy for each in failing(every=10))
 
