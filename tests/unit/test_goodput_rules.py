@@ -286,6 +286,20 @@ def test_a_step_that_hardly_depends_on_its_batch_is_for_larger_ones() -> None:
     assert found.gain == pytest.approx(12 / 7, rel=0.05), "two batches of 2 ms each, and 10 ms once"
 
 
+def test_waiting_for_a_processor_is_not_for_larger_batches() -> None:
+    chance = random.Random(3)
+    sizes = [(8, chance.randrange(10, 500)) for _ in range(200)]
+    run = RunEvents()
+    run.start(1, joining_s=0.0)
+    run.enter(0)
+    for number in (10, 200):
+        sums = read_batches(sizes[:number], lambda values: 0.01 + 1e-6 * values)
+        run.at = 1000.0 + sums[3]
+        run.sample(0, number, {"batches": {"train": sums}, "cpu_wait_s": 0.009 * number}, training=sums[3])
+    run.emit("run_end")
+    assert [each.cause for each in find(run)] == ["processors"]
+
+
 def test_a_gpu_that_waits_for_python_is_for_larger_batches() -> None:
     run = make_run(2, lambda rank, _: {"training": 0.01}, samples=3)
     for event in run.events:
