@@ -186,8 +186,10 @@ class Evidence:
 
     @property
     def stall_s(self) -> float:
-        """Seconds that a worker stands in a ``save_checkpoint``."""
-        return self.totals.get("checkpoint", 0.0) / self.num_workers / max(1, len(self.savings))
+        """Seconds that the rank which saves longest stands in a ``save_checkpoint``: the others wait for it."""
+        mean_s = self.totals.get("checkpoint", 0.0) / self.num_workers / max(1, len(self.savings))
+        spent = [pace.uses.get("checkpoint", 0.0) for pace in self.paces.values()]
+        return mean_s * max(spent) / fmean(spent) if any(spent) else mean_s
 
     def share(self, *uses: str) -> float:
         """Return the part of the workers' time that was used so; 0 if there is no time."""

