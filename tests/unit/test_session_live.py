@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -199,3 +200,12 @@ def test_live_state_outside_a_worker_is_saved_and_loaded() -> None:
     again = raysgd.live_state(model=other)
     again.load_state_dict(state)
     assert torch.equal(other.weight, model.weight) and again.state_dict()["epoch"] == 4
+
+
+def test_optimizer_of_the_engine_is_refused() -> None:
+    from raysgd.engine.optimizer.engine_optimizer import EngineOptimizer
+
+    training = Training()
+    training.session.live = None
+    with pytest.raises(UsageError, match=r"live_state\(optimizer=...\) got the engine's optimizer"):
+        training.session.live_state({"optimizer": EngineOptimizer(training.optimizer, mock.Mock())})
