@@ -250,6 +250,12 @@ class WorkerSession(Session):
             raise UsageError("live_state() was called before in this attempt: give all parts of the state to one call.")
         if self.logical is not None:
             raise UsageError("live_state() does not work with Trainer(logical_workers=...): use save_checkpoint().")
+        for name, given in objects.items():
+            if type(given).__name__ == "EngineOptimizer":
+                raise UsageError(
+                    f"live_state({name}=...) got the engine's optimizer, whose state_dict() lacks master weights: give "
+                    "live_state(engine=engine), or use engine.save_checkpoint()."
+                )
         self.live = LiveState(self, objects)
         return self.live
 

@@ -116,7 +116,8 @@ def rows_of(folder: Path) -> list[int]:
 TRAINER = {
     "num_workers": NUM_WORKERS,
     "backend": "torch",
-    "failure_config": raysgd.FailureConfig(max_failures=3, num_spares=1),
+    # A loaded machine needs long until the survivors have left.
+    "failure_config": raysgd.FailureConfig(max_failures=3, num_spares=1, abort_grace_s=60),
     "seed": 3,
     "deterministic": True,
 }
@@ -187,7 +188,7 @@ def test_smaller_group_continues_from_memory_copies(ray_cluster: Any, tmp_path: 
     """Shards that were copied in memory are loaded by another number of ranks."""
     folder = tmp_path / "log"
     folder.mkdir()
-    failure = raysgd.FailureConfig(max_failures=1)
+    failure = raysgd.FailureConfig(max_failures=1, abort_grace_s=60)
     with make_trainer(tmp_path / "runs", (2, 3), "torch", failure_config=failure, seed=3) as trainer:
         config = {"sharding": "fsdp", "moment": AFTER_PASS, "ranks": [1], "folder": str(folder)}
         trainer.run(train, config, dataset=data(), callbacks=quiet())

@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -226,3 +227,12 @@ def test_state_moves_to_the_host_if_a_gpu_has_no_room_for_two(
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 120)
     weight = "on the host" if is_moved else tensor
     assert leave_room(state) == {"model": {"weight": weight}, "steps": [3]}
+
+
+def test_optimizer_of_the_engine_is_refused() -> None:
+    from raysgd.engine.optimizer.engine_optimizer import EngineOptimizer
+
+    training = Training()
+    training.session.live = None
+    with pytest.raises(UsageError, match=r"live_state\(optimizer=...\) got the engine's optimizer"):
+        training.session.live_state({"optimizer": EngineOptimizer(training.optimizer, mock.Mock())})
