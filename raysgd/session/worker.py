@@ -256,8 +256,8 @@ class WorkerSession(Session):
         for name, given in objects.items():
             if type(given).__name__ == "EngineOptimizer":
                 raise UsageError(
-                    f"live_state({name}=...) got the engine's optimizer, whose state_dict() lacks master weights: use "
-                    "engine.save_checkpoint()."
+                    f"live_state({name}=...) got the engine's optimizer, whose state_dict() lacks master weights: give "
+                    "live_state(engine=engine), or use engine.save_checkpoint()."
                 )
         self.live = LiveState(self, objects)
         return self.live

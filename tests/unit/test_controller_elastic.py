@@ -283,3 +283,29 @@ def test_group_with_a_checkpoint_grows_after_a_save_whatever_the_backend_says() 
     run.feed(c.JoiningWorkerReady())
     run.advance(SETTLE_S)
     assert not ended(run) and run.has_save_point
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_group_with_a_live_state_grows_at_once(is_late: bool) -> None:
+    """Also if the ranks were asked to leave after a save before they had a complete step."""
+    run = running(2)
+    if not is_late:
+        run.deliver(0, e.HoldsState())
+        run.deliver(1, e.HoldsState())
+    run.feed(c.JoiningWorkerReady())
+    run.advance(SETTLE_S)
+    if is_late:
+        assert run.has_save_point and not ended(run)
+        run.deliver(0, e.HoldsState())
+        assert not ended(run), "rank 1 has none yet"
+        run.deliver(1, e.HoldsState())
+    assert ended(run) == [GROWS]
+    for rank in range(2):
+        run.leave(rank, e.Ended())
+    assert run.prepared_attempts[1:] == [2] and not run.keeps_size
+    assert run.events("failure") == []
+    run.num_ranks = 3
+    run.ready()
+    run.feed(c.JoiningWorkerReady())  # the next attempt has no complete step yet
+    run.advance(MIN_PAUSE_S)
+    assert ended(run) == [GROWS] and run.has_save_point

@@ -254,3 +254,31 @@ def test_stop_while_group_leaves_ends_the_run() -> None:
     for rank in (0, 1):
         run.leave(rank, e.Ended())
     assert run.outcome is not None and run.outcome.kind == "stopped" and run.killed_ranks == [1]
+
+
+def test_ranks_with_a_live_state_leave_a_second_after_a_notice() -> None:
+    run = running(2, failure_config=FailureConfig(max_failures=0))
+    for rank in range(2):
+        run.deliver(rank, e.HoldsState())
+    run.deliver(1, e.Preempted("SIGTERM"))
+    assert not run.is_asked_to_stop and not run.has_save_point
+    run.advance(SETTLE_S - 0.1)
+    assert not run.all_of(c.EndAttempt)
+    run.advance(0.1)
+    assert len(run.all_of(c.EndAttempt)) == 1
+    for rank in range(2):
+        run.leave(rank, e.Ended())
+    assert has_regrouped(run, None)
+
+
+def test_state_is_saved_if_all_ranks_are_preempted() -> None:
+    run = running(2, failure_config=FailureConfig(max_failures=0))
+    for rank in range(2):
+        run.deliver(rank, e.HoldsState())
+    run.deliver(1, e.Preempted("SIGTERM"))
+    run.deliver(0, e.Preempted("SIGTERM"))
+    assert run.is_asked_to_stop and run.has_save_point
+    run.advance(GRACE_S - 1)
+    assert not run.all_of(c.EndAttempt), "the ranks have time to save"
+    run.advance(1)
+    assert len(run.all_of(c.EndAttempt)) == 1

@@ -234,13 +234,21 @@ class Preemption:
         If ranks that are not preempted hold the state in memory, the attempt is ended without asking.
         """
         delay_s = self._grace_s if within_s is None else max(0.0, within_s - LEAVE_S)
-        if running.is_held and len(self._ranks) < len(running.nodes):
-            delay_s = min(delay_s, MORE_S)
-        elif not self._is_stop_requested:
+        if running.is_held and self._leaves_some(running):
+            self._emit(c.SetTimer("notice", running.serial, min(delay_s, MORE_S)))
+            return
+        if not self._is_stop_requested:
             self._is_stop_requested = True
             self._emit(c.RequestStop(running.attempt, ends_reports=False))
             self._save_point.request(running, self.why)
         self._emit(c.SetTimer("preemption", running.serial, delay_s))
+
+    def is_due(self, timer: str, running: Running) -> bool:
+        """Return whether this timer ends the attempt, if it still runs."""
+        return timer == "preemption" or (timer == "notice" and self._leaves_some(running))
+
+    def _leaves_some(self, running: Running) -> bool:
+        return len(self._ranks) < len(running.nodes)
 
     def on_returned(self, *, saw_stop: bool) -> None:
         """A rank returned from train_func. ``saw_stop``: it had found ``should_stop()`` true."""

@@ -513,7 +513,7 @@ class RunMachine:
             return
         if timer == "grow":
             self._on_grow(running)
-        elif timer == "preemption" and isinstance(state, Running) and self._stop_reason is None:
+        elif self._preemption.is_due(timer, running) and isinstance(state, Running) and self._stop_reason is None:
             self._regroup(running, self._preemption.why or "", "preemption")
         elif timer == "stop":
             self._on_stop_requested(

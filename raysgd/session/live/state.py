@@ -316,9 +316,7 @@ class LiveState:
             given = {id(each) for group in optimizer.param_groups for each in group["params"]}
             if given.isdisjoint(map(id, self._parameters)):
                 return
-        self._small_at_change = (
-            self._small_after_pass
-        )  # the gradients are those of all ranks: all have made their passes
+        self._small_at_change = self._small_after_pass  # gradients of all ranks are there: all have made their passes
         if self._flag is not None and session is not None and is_own:
             if not self.is_changing:
                 self._agree(session)
