@@ -273,9 +273,9 @@ class Evaluating(Loop):
             self.schedule.step(float(found))
 
     def after(self) -> None:
-        probe = nn.Linear(1, 1)
-        probe(torch.ones(3, 1)).sum().backward()
-        torch.optim.SGD(probe.parameters(), lr=0.1).step()
+        probe = nn.Parameter(torch.ones(3))  # without draws: a resumed loop does not come here again
+        probe.square().sum().backward()
+        torch.optim.SGD([probe], lr=0.1).step()
 
 
 class Normed(Loop):
