@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,17 @@ def train(config: dict[str, Any]) -> float:
         if rank == RANK:
             _differ(config, step)
         model(batch).sum().backward()
-        if heavy is not None and step % config.get("accumulate", 1) == 0:
-            heavy(torch.ones(1, config["width"])).sum().backward()
+        if heavy is not None:
+            with heavy.no_sync() if step % config.get("accumulate", 1) else nullcontext():
+                heavy(torch.ones(1, config["width"])).sum().backward()
         if kept:
             gc.collect()
+        if rank == RANK and config.get("evaluation_s"):
+            model.eval()
+            with torch.no_grad():
+                model(batch)
+                time.sleep(config["evaluation_s"])
+            model.train()
         _save(config, step, state)
         raysgd.report({"step": step})
         times.append(time.monotonic())
@@ -251,6 +259,12 @@ CAUSES: dict[str, Cause] = {
         ),
     ),
     "many messages": Cause("small batches", exchange, tuple({"compute_s": each} for each in (4e-4, 2e-4, 1e-4))),
+    "evaluation on one rank": Cause(
+        "evaluation",
+        train,
+        tuple({"evaluation_s": part * STEP_S} for part in (0.3, 1.0, 2.0)),
+        {"evaluation_s": 0.0},
+    ),
     "garbage collection": Cause(
         "garbage collection",
         train,
