@@ -18,6 +18,8 @@ from raysgd.result import Event
 MIN_STEPS = 5
 #: The first steps compile, and fill caches: what comes after a reading within them is not as later steps are.
 FIRST_STEPS = 2
+#: A process that uses less than this part of a processor takes none from a rank.
+MIN_BUSY = 0.25
 #: The first steps are looked at too, where this part of all steps came after the first reading at most.
 FEW_LATER = 0.25
 #: The time of an attempt is looked at in so many windows at most, in which each rank has a reading.
@@ -287,7 +289,7 @@ class Readings:
                 del made[1:], moments[1:]
             made.append(data)
             moments.append(at)
-        if busy := data.get("busy"):
+        if (busy := data.get("busy")) and busy["processors"] >= MIN_BUSY:
             self.busy[data["rank"]] = f"{busy['name']} (pid {busy['pid']}, {busy['processors']} processors)"
 
     def remove(self, rank: int) -> None:
