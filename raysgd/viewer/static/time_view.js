@@ -24,7 +24,7 @@ async function loadTime(run) {
 
 const sumOf = uses => Object.values(uses).reduce((sum, value) => sum + value, 0);
 function timeOf(run, prefix, width) {
-  const { goodput, words, causes, periods, ranks, began, length_s: length, period_s: period } = run.time, names = Object.keys(words);
+  const { goodput, words, causes, unseen, periods, ranks, began, length_s: length, period_s: period } = run.time, names = Object.keys(words);
   const used = names.filter(use => run.time.seconds[use]), all = sumOf(run.time.seconds), num = Object.keys(ranks).length;
   const colourOf = use => styleOf(names.indexOf(use)).colour;
   const section = (title, ...content) => h("section", { "aria-label": `${prefix}${title}` }, h("h2", { text: `${prefix}${title}` }), ...content);
@@ -46,7 +46,7 @@ function timeOf(run, prefix, width) {
       table(["use", "part", "of all workers"], used.map(use => [mark(use), cell(percent(run.time.shares[use], 2), "number"), cell(seconds(run.time.seconds[use]), "number")]), `${prefix}Uses of the time`)),
     section("What made it slow", causes.length ? h("ol", { class: "causes" }, ...causes.map(({ cause, share, text, remedy, gain }) => h("li", {},
       h("strong", { text: `${cause}: ${percent(share, 2)}` }), ` ${text} `, h("span", { class: "soft", text: `${remedy[0].toUpperCase()}${remedy.slice(1)}${gain === null ? "" : ` Expected: ${number(gain, 3)} times as fast.`}` }))))
-      : h("p", { class: "soft", text: "No cause of slowness was found." })),
+      : h("p", { class: "soft", text: "No cause of slowness was found." }), ...unseen.map(text => h("p", { class: "soft", text: `${text}.` }))),
     periods.length ? section("Over time", stack(`${prefix}Uses over time`, periods, used, colourOf, width, {
       ticks: wide => { const at = ticksOf(0, length, wide / 90, TIME_STEPS), texts = secondTicks(at); return at.map((value, i) => [value / period, texts[i]]); },
       textOf: (uses, place) => `${seconds(place * period)} to ${seconds((place + 1) * period)} after the start, ${number(sumOf(uses) / period, 3)} workers: ${textOfUses(uses)}`,
