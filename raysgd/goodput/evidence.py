@@ -283,7 +283,7 @@ class Readings:
 
     def add(self, at: float, data: Mapping[str, Any]) -> None:
         """Add the data of a sample, or of a rank that has left."""
-        if data["steps"] > FIRST_STEPS:
+        if data.get("steps", 0) > FIRST_STEPS:
             made, moments = self._of_rank.setdefault(data["rank"], []), self._moments.setdefault(data["rank"], [])
             if self._only_ends:
                 del made[1:], moments[1:]

@@ -41,7 +41,7 @@ class Ranks:
         self.policy = StragglerPolicy(self.now, {rank: f"node{rank}" for rank in range(size)})
         self.gpu_percent = gpu_percent
         self.gone: set[int] = set()
-        self.steps = [1] * size
+        self.steps = [3] * size  # after the first ones, which are left out
         self.spent = [Step(5.0)] * size
         self.sample()
 
