@@ -93,7 +93,22 @@ def _collect_replica(model: Any, optimizer: Any) -> dict[str, Any]:
     return {**model.state_dict(), **{f"moment {number}": each for number, each in enumerate(moments)}}
 
 
-KINDS = {"ddp": Kind(_prepare_ddp, _collect_replica)}
+def _prepare_hybrid(model: Any) -> tuple[Any, Any]:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    torch.manual_seed(raysgd.world_rank())  # for dropout
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def _collect_hybrid(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {name: tensor.full_tensor().detach() for name, tensor in _collect_replica(model, optimizer).items()}
+
+
+KINDS = {"ddp": Kind(_prepare_ddp, _collect_replica), "hybrid": Kind(_prepare_hybrid, _collect_hybrid, "LayerNorm", 2)}
 
 
 def make_plan(seed: int, num_kills: int, num_pieces: int = 1) -> list[Kill]:
