@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from raysgd.session.events import Saved, StepId, is_copy
 from raysgd.session.live.copies import MAX_FRACTION, MIN_INTERVAL_S, CopyInterval
 from raysgd.session.live.kept import KeptState
 from raysgd.session.live.pieces import are_replicated, describe_piece, number_pieces
-from raysgd.session.live.state import LiveState
+from raysgd.session.live.state import LiveState, _decide
 from raysgd.session.worker import Codec, WorkerSession
 from raysgd.torch.restoring import restore
 from support.sessions import FakeLink, FakeWriter
@@ -198,3 +199,20 @@ def test_piece_is_not_changed_unless_all_ranks_have_their_gradients(mesh: Any) -
         rank.optimizer.step()
     kept = rank.live.take()
     assert kept is not None and (kept.held.id.step, kept.held.pieces) == (1, (0, 1, 0, 1))
+
+
+def test_ranks_decide_alike_whether_a_step_is_made() -> None:
+    """A rank has died within the exchange, and the others ask the store one after the other."""
+    store = torch.distributed.HashStore()
+    for rank in range(3):
+        store.set(f"live/{rank} noted", "7")
+    assert not _decide(store, "7", 4)
+    store.set("live/3 noted", "7")  # too late: others have left by then
+    assert not _decide(store, "7", 4)
+    for rank in range(4):
+        store.set(f"live/{rank} noted", "8")
+    assert _decide(store, "8", 4) and _decide(store, "8", 4)
+
+
+def test_step_is_not_made_if_the_store_has_died() -> None:
+    assert not _decide(mock.Mock(check=mock.Mock(side_effect=RuntimeError("connection closed"))), "7", 4)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, final, runtime_checkable
 
 from raysgd._util.imports import imported
-from raysgd.errors import SessionError, UsageError
+from raysgd.errors import AttemptEnded, SessionError, UsageError
 from raysgd.session.events import NUM_MARKS, HeldStep, Mark, add_mark
 from raysgd.session.live.copies import CopyInterval
 from raysgd.session.live.kept import KeptState, counted, leave_room, versions
@@ -84,6 +84,8 @@ class NotComputedError(Exception):
 
 #: Steps after which the parameters and the modules with buffers are the same objects.
 _SETTLED_AFTER = 3
+#: Seconds until what ranks have noted in the store is there.
+_NOTED_S = 0.05
 
 #: Types of values that do not change.
 _PLAIN = frozenset({int, float, bool, str, type(None)})
@@ -334,19 +336,28 @@ class LiveState:
         return any(optimizer is each for each in own)
 
     def _agree(self, session: Attempt) -> None:
-        """Wait until all ranks have their gradients. Then each of them makes its changes, even if the attempt is over by then."""
+        """Wait until all ranks have their gradients. Then each of them makes its changes, even if the attempt is over by then.
+
+        A rank may die within the exchange that tells it, after some ranks have learned it and others have not. Those ask the
+        group's store, where each rank has noted before that it has its gradients.
+        """
         torch = imported("torch")
         assert torch is not None
+        store = torch.distributed.distributed_c10d._get_default_store()
+        step = str(self.num_steps)
         self.is_changing = True  # from here on the step is not interrupted
-        is_agreed = False
+        is_agreed, error = False, None  # type: bool, BaseException | None
         try:
+            store.set(f"live/{session.world_rank} noted", step)
             torch.distributed.all_reduce(self._flag.fill_(1))
             is_agreed = int(self._flag) == session.world_size  # an aborted collective on a GPU raises no error
+        except (Exception, AttemptEnded) as raised:
+            error = raised
         finally:
-            self.is_changing = is_agreed
+            self.is_changing = is_agreed = is_agreed or _decide(store, step, session.world_size)
         if not is_agreed:
             session.check_live()
-            raise SessionError("the ranks could not agree that all of them have their gradients")
+            raise error or SessionError("the ranks could not agree that all of them have their gradients")
 
     def _mark(self, session: Attempt, mark: Mark) -> None:
         self._small = mark.small or b""
@@ -432,6 +443,24 @@ class LiveState:
         session.copy_to_memory(self.num_steps, self.state_dict())
         times = self._interval.measure(self.num_steps, began, time.monotonic())
         self._interval.on_copied(self.num_steps, session.gather(times))
+
+
+def _decide(store: Any, step: str, world_size: int) -> bool:
+    """Return whether all ranks have noted that they have their gradients of a step, as the first rank that asks finds it."""
+    until = time.monotonic() + _NOTED_S
+    with suppress(Exception):  # the rank with the store has died
+        while not (are_ready := all(_noted(store, rank) == step for rank in range(world_size))):
+            if time.monotonic() > until:
+                break
+            time.sleep(_NOTED_S / 10)
+        found: bytes = store.compare_set(f"live/{step}", "", "changes" if are_ready else "none")
+        return found == b"changes"
+    return False
+
+
+def _noted(store: Any, rank: int) -> str | None:
+    key = f"live/{rank} noted"
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def _is_module(given: Any) -> bool:
