@@ -87,6 +87,8 @@ class WorkerSession(Session):
         live: What ``live_state`` has returned, if it was called; or that of a loop of raysgd.
         live_problem: Why a loop of raysgd has none.
         was_settled: The marks of the attempts before were settled, see `raysgd.session.events.Mark`.
+        known_pieces: Which ranks hold the same piece of the live state that the attempt starts from, see
+            `raysgd.session.events.HeldStep`; None if it starts from no such state.
     """
 
     in_worker = True
@@ -113,6 +115,7 @@ class WorkerSession(Session):
         send_mark: Callable[[Mark], None] = lambda mark: None,
         release_start: Callable[[], None] = lambda: None,
         was_settled: bool = False,
+        known_pieces: tuple[int, ...] | None = None,
     ) -> None:
         self.iterations_before = iterations_before
         self.live: LiveState | None = None
@@ -120,6 +123,7 @@ class WorkerSession(Session):
         self.send_mark = send_mark
         self._release_start = release_start
         self.was_settled = was_settled
+        self.known_pieces = known_pieces
         self._is_state_announced = False
         self._generator_text = GeneratorText()
         self.expects_save = False

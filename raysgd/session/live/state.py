@@ -38,6 +38,7 @@ class Attempt(Protocol):
 
     num_reports: int
     was_settled: bool
+    known_pieces: tuple[int, ...] | None
     send_mark: Callable[[Mark], None]
 
     @property
@@ -429,7 +430,9 @@ class LiveState:
         torch = imported("torch")
         if torch is None or session.world_size == 1 or len(self._snapshots) == len(self._objects):
             return
-        self._pieces = number_pieces(session.gather(describe_piece(self._named_tensors())))
+        # An attempt that starts from a live state knows them: to ask in the middle of the changes would risk that state.
+        known = session.known_pieces
+        self._pieces = number_pieces(session.gather(describe_piece(self._named_tensors()))) if known is None else known
         if not are_replicated(self._pieces):
             self._interval = CopyInterval()
         elif self._pieces:

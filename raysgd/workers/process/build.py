@@ -166,6 +166,7 @@ class AttemptBuilder:
             send_mark=marks.send,
             release_start=self.live.release,
             was_settled=order.live is not None and order.live.is_settled,
+            known_pieces=None if order.live is None else order.live.held.pieces,
         )
         writer.on_chunk = session.progress.wrote
         first_snapshot = FirstSnapshot(
