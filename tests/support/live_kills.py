@@ -138,10 +138,6 @@ def make_plan(seed: int, num_kills: int, num_pieces: int = 1) -> list[Kill]:
     return plan
 
 
-def _exist(paths: list[Path]) -> bool:
-    return all(path.exists() for path in paths)
-
-
 class Killer:
     """Carries out the kills of this rank. Runs in a worker."""
 
@@ -150,6 +146,7 @@ class Killer:
         self._plan = plan
         self._rank = rank
         self._armed: list[Kill] = []
+        self._entered_at = time.time()
         self._shell = subprocess.Popen(["sh", "-c", _KILLER], stdin=subprocess.PIPE)  # ends with this process
 
     def enter(self) -> None:
@@ -166,14 +163,19 @@ class Killer:
         for kill in self._plan:
             if kill.rank != self._rank or kill.how == "entry" or step < kill.step or kill in self._armed:
                 continue
-            # Else two ranks with the same piece of the state could die at once. It is due again in the next step.
-            if not _exist([self._folder / each.name for each in self._plan if each.group < kill.group]):
+            # In an earlier attempt; else two ranks with the same piece of the state could die at once.
+            if not all(self._happened_before(each) for each in self._plan if each.group < kill.group):
                 continue
             # Another kill may end the attempt before the call is reached: it is due again then.
             is_due = not (self._folder / kill.name).exists() if kill.how == "code" else self._is_first(kill)
             if is_due:
                 self._armed.append(kill)
                 self._die_in_call(kill) if kill.how == "code" else self._die_after(kill)
+
+    def _happened_before(self, kill: Kill) -> bool:
+        """Whether a kill happened before this rank entered train_func."""
+        path = self._folder / kill.name
+        return path.exists() and path.stat().st_mtime < self._entered_at
 
     def _is_first(self, kill: Kill) -> bool:
         return once(str(self._folder), f"armed {kill.name}")
