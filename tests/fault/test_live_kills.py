@@ -33,7 +33,7 @@ TRAINER = {
 
 
 #: After one kill in some ten, one of the survivors has no complete step, for a reason that is not known; see `LiveState._agree`.
-NOT_YET = {"hybrid": [pytest.mark.xfail(reason="a survivor may hold no piece")]}
+NOT_YET = {"hybrid": [pytest.mark.xfail(reason="a survivor may hold no piece", strict=False)]}
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=NOT_YET.get(kind, [])) for kind in KINDS])
