@@ -135,6 +135,7 @@ bench: $(HOROVOD)  ## Compare raysgd with Ray Train and others; results go to do
 	@$(BIN)/python benchmarks/functions.py
 	@$(BIN)/python benchmarks/logical.py
 	@$(BIN)/python benchmarks/live.py
+	@$(BIN)/python benchmarks/why.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/declarative.py
 
 # Their figures say nothing. Not in `make test-all`: nearly all of their time is the start of processes.

@@ -246,7 +246,8 @@ CAUSES: dict[str, Cause] = {
         "uneven batches",
         train_on_rows,
         tuple(
-            {"lengths": lengths, "rows": (1, 1), "value_s": 3e-3} for lengths in ([8, 12], [6, 14, 10], [2, 18, 6, 14])
+            {"lengths": lengths, "rows": (1, 1), "value_s": 3e-3}
+            for lengths in ([8, 12], [6, 14, 10, 12], [2, 18, 6, 14])
         ),
         {"lengths": [10]},
     ),

@@ -34,7 +34,7 @@ def _no_empty_work_folder() -> Iterator[None]:
 def run(script: str, *arguments: str, output: Path, file: str = "results.json") -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick", *arguments, "--output", str(output)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=380, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=850, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:
         raise AssertionError(f"{script} did not end: {(error.stdout or b'').decode()[-4000:]}") from None
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
@@ -190,3 +190,12 @@ def test_functions_are_compared_with_a_loop_by_hand(tmp_path: Path) -> None:
             assert all(each > 0 for each in (*found["parts"]["ms"].values(), *found["call_ms"]))
     assert all(each > 0 for each in document["shuffle_s"])
     assert "| perceptron, 4 devices, 2 model shards |" in (tmp_path / "functions.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.benchmark
+@pytest.mark.timeout(900)
+def test_causes_of_slowness_are_tried(tmp_path: Path) -> None:
+    document = run("why.py", output=tmp_path, file="why.json")
+    assert {"slow storage", "small batches", "deaths"} <= document["causes"].keys()
+    assert {"DDP, dataset", "TensorFlow", "raysgd train"} <= document["healthy"].keys()
+    assert "| slow storage | strong |" in (tmp_path / "why.md").read_text(encoding="utf-8")
