@@ -339,8 +339,8 @@ class LiveState:
     def _agree(self, session: Attempt) -> None:
         """Wait until all ranks have their gradients. Then each of them makes its changes, even if the attempt is over by then.
 
-        A rank may die within the exchange that tells it, after some ranks have learned it and others have not. Those ask the
-        group's store, where each rank has noted before that it has its gradients.
+        A rank may die within that exchange, after it has ended on some of the ranks. The others ask the group's store, where each
+        rank has noted before that it has its gradients.
         """
         torch = imported("torch")
         assert torch is not None
