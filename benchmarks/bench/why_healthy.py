@@ -78,19 +78,35 @@ def _batches(config: dict[str, Any]) -> Iterator[Any]:
             yield batch
 
 
+def _steps(
+    config: dict[str, Any], model: Any, optimizer: Any, backward: Callable[[Any], None]
+) -> Iterator[tuple[int, Any]]:
+    """Make steps with torch; yield the number and the batch of each."""
+    for step, x in enumerate(_batches(config)):
+        compute()
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        backward(loss)
+        optimizer.step()
+        raysgd.report(step=step, loss=loss)
+        yield step, x
+
+
+def _train(config: dict[str, Any], model: Any, optimizer: Any = None) -> None:
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
+    for _ in _steps(config, model, optimizer, torch.Tensor.backward):
+        pass
+
+
 def train_ddp(config: dict[str, Any]) -> None:
     """DDP, with an evaluation and a checkpoint every 20 steps."""
     import torch
 
     model = raysgd.torch.prepare_model(make_model())
     optimizer = torch.optim.AdamW(model.parameters())
-    for step, x in enumerate(_batches(config)):
-        compute()
-        loss = model(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        raysgd.report(step=step, loss=loss)
+    for step, x in _steps(config, model, optimizer, torch.Tensor.backward):
         if step % 20 == 19:
             model.eval()
             with torch.no_grad():
@@ -101,21 +117,13 @@ def train_ddp(config: dict[str, Any]) -> None:
 
 def train_fsdp(config: dict[str, Any]) -> None:
     """torch's fully_shard."""
-    import torch
     from torch.distributed.fsdp import fully_shard
 
     model = make_model()
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for step, x in enumerate(_batches(config)):
-        compute()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        raysgd.report(step=step, loss=loss)
+    _train(config, model)
 
 
 def train_engine(config: dict[str, Any]) -> None:
@@ -125,28 +133,17 @@ def train_engine(config: dict[str, Any]) -> None:
     engine, model = raysgd.Engine(zero_stage=2), make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer, _, _, _ = engine.compose(model=model, optimizer=optimizer)
-    for step, x in enumerate(_batches(config)):
-        compute()
-        loss = model(x).square().mean()
-        engine.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        raysgd.report(step=step, loss=loss)
+    for _ in _steps(config, model, optimizer, engine.backward):
+        pass
 
 
 def train_accelerated(config: dict[str, Any]) -> None:
     """`raysgd.accelerate` in a loop of one's own."""
     import torch
 
-    criterion, model = torch.nn.MSELoss(), make_model()
-    model, optimizer = raysgd.accelerate(model, criterion, optimizer=torch.optim.AdamW(model.parameters()))
-    for step, x in enumerate(_batches(config)):
-        compute()
-        loss = criterion(model(x), torch.zeros(len(x), 1))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        raysgd.report(step=step, loss=loss)
+    model = make_model()
+    model, optimizer = raysgd.accelerate(model, torch.nn.MSELoss(), optimizer=torch.optim.AdamW(model.parameters()))
+    _train(config, model, optimizer)
 
 
 def train_jax(config: dict[str, Any]) -> None:
@@ -201,15 +198,7 @@ def train_env(config: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    model = torch.nn.parallel.DistributedDataParallel(make_model())
-    optimizer = torch.optim.AdamW(model.parameters())
-    for step, x in enumerate(_batches(config)):
-        compute()
-        loss = model(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        raysgd.report(step=step, loss=loss)
+    _train(config, torch.nn.parallel.DistributedDataParallel(make_model()))
     dist.destroy_process_group()
 
 

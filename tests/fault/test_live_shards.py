@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 import raysgd
+from raysgd.session import context
+from support.row_log import rows_that_count
 from support.runs import events_of, make_trainer, once, quiet, travels_by_value
 
 pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault]
@@ -76,10 +79,10 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
 
     optimizer.register_step_pre_hook(lambda *args: die("before the optimizer's step"))
     optimizer.register_step_post_hook(lambda *args: die("after the optimizer's step"))
-    log = Path(config["folder"], f"rows-{step}-{raysgd.world_rank()}")
+    log = Path(config["folder"], f"{context.installed().attempt}-{step}-{raysgd.world_rank()}")
     for batch in raysgd.get_dataset().get_split().to_torch(batch_size=BATCH, shuffle="full"):
         with log.open("a") as file:
-            file.writelines(f"{step + 1} {row}\n" for row in batch["row"].tolist())
+            file.writelines(f"{step + 1} 0 {row}\n" for row in batch["row"].tolist())
         if tensor_group is not None:
             for values in batch.values():
                 torch.distributed.broadcast(values, group=tensor_group, group_src=0)
@@ -100,17 +103,6 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
 
 def data() -> dict[str, Any]:
     return {"x": np.random.default_rng(0).normal(size=(NUM_ROWS, 4)), "row": np.arange(NUM_ROWS)}
-
-
-def rows_of(folder: Path) -> list[int]:
-    """Return the rows that made the final weights: those of steps that no later attempt repeated."""
-    logs = {tuple(map(int, path.name.split("-")[1:])): path.read_text() for path in folder.glob("rows-*")}
-    starts = sorted({start for start, _ in logs})
-    rows = []
-    for (start, _), text in logs.items():
-        repeated_from = min((later for later in starts if later > start), default=10**9)
-        rows += [row for step, row in (map(int, line.split()) for line in text.splitlines()) if step <= repeated_from]
-    return sorted(rows)
 
 
 TRAINER = {
@@ -139,7 +131,7 @@ def check_result(value: dict[str, Any], calm: dict[str, Any], folder: Path) -> N
     assert value["step"] == calm["step"] == NUM_STEPS
     for name, tensor in calm["tensors"].items():
         assert np.array_equal(tensor, value["tensors"][name]), f"{name} differs"
-    assert rows_of(folder) == list(range(NUM_ROWS))
+    assert rows_that_count(folder) == Counter({(0, row): 1 for row in range(NUM_ROWS)})
 
 
 AFTER_PASS, BEFORE_STEP, AFTER_STEP = (
@@ -196,4 +188,4 @@ def test_smaller_group_continues_from_memory_copies(ray_cluster: Any, tmp_path: 
     assert (first["world_size"], first["live"]) == (3, None)
     assert (second["world_size"], second["checkpoint"], second["memory"]) == (2, None, None)
     assert second["live"] is not None
-    assert rows_of(folder) == list(range(NUM_ROWS))
+    assert rows_that_count(folder) == Counter({(0, row): 1 for row in range(NUM_ROWS)})

@@ -270,7 +270,8 @@ def test_batches_of_other_lengths_in_each_step_are_waited_for() -> None:
     )
 
 
-def test_a_step_that_hardly_depends_on_its_batch_is_for_larger_ones() -> None:
+def fixed_steps(cpu_wait_s: float = 0.0) -> RunEvents:
+    """Return a run whose steps take 10 ms, whatever their batches; of these each waits so long for a processor."""
     chance = random.Random(3)
     sizes = [(8, chance.randrange(10, 500)) for _ in range(200)]
     run = RunEvents()
@@ -279,25 +280,19 @@ def test_a_step_that_hardly_depends_on_its_batch_is_for_larger_ones() -> None:
     for number in (10, 200):
         sums = read_batches(sizes[:number], lambda values: 0.01 + 1e-6 * values)
         run.at = 1000.0 + sums[3]
-        run.sample(0, number, {"batches": {"train": sums}}, training=sums[3])
+        run.sample(0, number, {"batches": {"train": sums}, "cpu_wait_s": cpu_wait_s * number}, training=sums[3])
     run.emit("run_end")
-    (found,) = find(run)
+    return run
+
+
+def test_a_step_that_hardly_depends_on_its_batch_is_for_larger_ones() -> None:
+    (found,) = find(fixed_steps())
     assert found.cause == "small batches"
     assert found.gain == pytest.approx(12 / 7, rel=0.05), "two batches of 2 ms each, and 10 ms once"
 
 
 def test_waiting_for_a_processor_is_not_for_larger_batches() -> None:
-    chance = random.Random(3)
-    sizes = [(8, chance.randrange(10, 500)) for _ in range(200)]
-    run = RunEvents()
-    run.start(1, joining_s=0.0)
-    run.enter(0)
-    for number in (10, 200):
-        sums = read_batches(sizes[:number], lambda values: 0.01 + 1e-6 * values)
-        run.at = 1000.0 + sums[3]
-        run.sample(0, number, {"batches": {"train": sums}, "cpu_wait_s": 0.009 * number}, training=sums[3])
-    run.emit("run_end")
-    assert [each.cause for each in find(run)] == ["processors"]
+    assert [each.cause for each in find(fixed_steps(cpu_wait_s=0.009))] == ["processors"]
 
 
 def test_a_gpu_that_waits_for_python_is_for_larger_batches() -> None:

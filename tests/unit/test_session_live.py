@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,13 +12,12 @@ import torch
 
 import raysgd
 from raysgd.errors import AttemptEnded, UsageError
-from raysgd.session.base import Identity
-from raysgd.session.event_queue import EventQueue
 from raysgd.session.events import Mark
 from raysgd.session.live.kept import leave_room
 from raysgd.session.live.state import LiveState
-from raysgd.session.worker import Codec, WorkerSession
-from support.sessions import FakeLink, FakeWriter
+from support.sessions import Worker
+
+pytestmark = pytest.mark.usefixtures("closed_live_states")
 
 
 class Training:
@@ -28,20 +25,7 @@ class Training:
 
     def __init__(self, fused: bool | None = None) -> None:
         self.sent: list[Mark] = []
-        self.session = WorkerSession(
-            Identity(),
-            event_queue=EventQueue(1.0),
-            writer=FakeWriter(),  # type: ignore[arg-type]
-            link=FakeLink(),
-            codec=Codec(pickle.dumps, pickle.loads),
-            start=None,
-            time_before_s=0.0,
-            seed=None,
-            deterministic=False,
-            attempt=2,
-            iterations_before=5,
-            send_mark=self.sent.append,
-        )
+        self.session = Worker(world_size=1, attempt=2, iterations_before=5, send_mark=self.sent.append).session
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=fused)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
@@ -63,17 +47,6 @@ class Training:
             self.optimizer.step()
             self.scheduler.step()
             self.live.step(step=self.live.num_steps + 1)
-
-
-@pytest.fixture(autouse=True)
-def _closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close each live state after its test, as the worker does when train_func has left."""
-    made: list[LiveState] = []
-    init = LiveState.__init__
-    monkeypatch.setattr(LiveState, "__init__", lambda live, *given: init(live, *given) or made.append(live))
-    yield
-    for live in made:
-        live.close()
 
 
 def equal(one: Any, other: Any) -> bool:

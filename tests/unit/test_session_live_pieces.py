@@ -18,16 +18,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from raysgd.checkpoint.codecs.torch import LocalShards
 from raysgd.checkpoint.streaming import read_state, stream_state
 from raysgd.errors import AttemptEnded, CheckpointError, SessionError, UsageError
-from raysgd.session.base import Identity
-from raysgd.session.event_queue import EventQueue
 from raysgd.session.events import Saved, StepId, is_copy
 from raysgd.session.live.copies import MAX_FRACTION, MIN_INTERVAL_S, CopyInterval
 from raysgd.session.live.kept import KeptState
 from raysgd.session.live.pieces import are_replicated, describe_piece, number_pieces
 from raysgd.session.live.state import LiveState, _decide
-from raysgd.session.worker import Codec, WorkerSession
 from raysgd.torch.restoring import restore
-from support.sessions import FakeLink, FakeWriter
+from support.sessions import Worker
+
+pytestmark = pytest.mark.usefixtures("closed_live_states")
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6))
@@ -83,28 +82,14 @@ class Rank:
     """Rank 0, which holds the same piece as each second rank, and as all others or not; the state is plain tensors."""
 
     def __init__(self, *, is_same: bool, is_held: bool = True, world_size: int = 2) -> None:
-        self.writer = FakeWriter()
-        self.writer.is_held = is_held  # type: ignore[attr-defined]
-        self.event_queue = EventQueue(0)
-
         def gather(payload: bytes) -> list[bytes]:
             value = pickle.loads(payload)
             other = payload if is_same or not isinstance(value, bytes) else pickle.dumps(b"other")
             return [payload, other] * (world_size // 2)
 
-        self.session = WorkerSession(
-            Identity(world_size=world_size),
-            event_queue=self.event_queue,
-            writer=self.writer,  # type: ignore[arg-type]
-            link=FakeLink(),
-            codec=Codec(pickle.dumps, pickle.loads),
-            start=None,
-            time_before_s=0.0,
-            seed=None,
-            deterministic=False,
-            attempt=2,
-            gather=gather,
-        )
+        worker = Worker(world_size=world_size, attempt=2, gather=gather)
+        self.session, self.writer, self.event_queue = worker.session, worker.writer, worker.event_queue
+        self.writer.is_held = is_held  # type: ignore[attr-defined]
         self.model = torch.nn.Linear(3, 3)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.live: LiveState = self.session.live_state({"model": self.model, "optimizer": self.optimizer})
@@ -114,16 +99,6 @@ class Rank:
             self.model(torch.randn(4, 3)).square().sum().backward()
             self.optimizer.step()
             self.live.step(step=self.live.num_steps + 1)
-
-
-@pytest.fixture(autouse=True)
-def _closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    made: list[LiveState] = []
-    init = LiveState.__init__
-    monkeypatch.setattr(LiveState, "__init__", lambda live, *given: init(live, *given) or made.append(live))
-    yield
-    for live in made:
-        live.close()
 
 
 def test_state_that_all_ranks_hold_is_not_copied() -> None:

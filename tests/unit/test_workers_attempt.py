@@ -7,6 +7,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from raysgd.backends.base import Member
 from raysgd.checkpoint.snapshot import StagingPool
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import CheckpointConfig
-from raysgd.errors import StorageError
+from raysgd.errors import AttemptEnded, StorageError
 from raysgd.result import RunInfo
 from raysgd.session import context
 from raysgd.session.events import Ended, Entered, Failed, Left, Returned, Sample, WorkerEvent
@@ -32,6 +33,7 @@ from raysgd.workers.process.attempt import Attempt, Sampler, TrainingCheck, Work
 from raysgd.workers.process.first_snapshot import FirstSnapshot
 from raysgd.workers.process.step_file import StepFile
 from raysgd.workers.process.train_thread import TrainThread
+from support.poll import until
 from support.sessions import Worker
 
 PATIENCE_S = 30
@@ -177,6 +179,59 @@ def test_end_interrupts_a_python_loop() -> None:
     ending.start()
     assert events_of(attempt)[1:] == [Ended()]
     ending.join()
+
+
+class SlowToDie:
+    """An object whose end takes until an exception comes, which Python ignores there."""
+
+    def __init__(self, began: threading.Event) -> None:
+        self.began = began
+
+    def __del__(self) -> None:
+        self.began.set()
+        while True:
+            time.sleep(0.001)
+
+
+def test_interrupt_that_python_ignores_is_raised_again() -> None:
+    is_inside = threading.Event()
+
+    def train_func() -> None:
+        SlowToDie(is_inside)
+        while True:
+            time.sleep(0.001)
+
+    attempt = make_attempt(train_func)
+    ending = threading.Thread(target=lambda: is_inside.wait(PATIENCE_S) and attempt.end("a rank died"))
+    ending.start()
+    assert events_of(attempt)[1:] == [Ended()]
+    ending.join()
+
+
+def test_interrupt_waits_while_what_train_func_does_is_kept() -> None:
+    """Also if that begins after the attempt has ended: it is asked for at the moment of the interrupt."""
+    asked, num_asked_at_end = [], []
+
+    def train_func() -> None:
+        while True:
+            time.sleep(0.001)
+
+    def main() -> None:
+        try:
+            thread.call(train_func, {}, lambda: None)
+        except AttemptEnded:
+            num_asked_at_end.append(len(asked))
+
+    def is_kept() -> bool:
+        asked.append(True)
+        return len(asked) < 5
+
+    thread = TrainThread(main)
+    thread.start()
+    assert until(lambda: thread.is_inside, PATIENCE_S)
+    thread.interrupt(is_kept)
+    thread.join()
+    assert num_asked_at_end == [5]
 
 
 INTERRUPTED_IMPORT = """

@@ -176,15 +176,15 @@ class Attempt:
         self.session.end(why)
         self._backend.abort_process_group()
         if not self._done.wait(INTERRUPT_AFTER_S):
-            self._wait_for_step()
-            self._thread.interrupt()
+            live, until = self.session.live, time.monotonic() + FINISH_STEP_S
 
-    def _wait_for_step(self) -> None:
-        """Let changes of the live state that have begun come to their end, so that they are not lost."""
-        live, until = self.session.live, time.monotonic() + FINISH_STEP_S
-        while live is not None and live.is_changing and time.monotonic() < until:
-            if self._done.wait(FINISH_POLL_S):
-                return
+            def is_changing() -> bool:
+                """Changes of the live state that have begun come to their end, so that they are not lost."""
+                return live is not None and live.is_changing and time.monotonic() < until
+
+            while is_changing() and not self._done.wait(FINISH_POLL_S):
+                pass
+            self._thread.interrupt(is_changing)
 
     def use_ray_stream(self, problem: str | None) -> None:
         """Make fewer and larger batches from now on, because events travel as items of a Ray stream.

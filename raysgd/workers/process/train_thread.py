@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import inspect
 import logging
@@ -30,6 +31,8 @@ _LOCKING = frozenset((threading.__file__, queue.__file__, logging.__file__))
 _UNSAFE_POLL_S = 0.002
 _MAX_UNSAFE_S = 1.0
 _ALONE_S = 0.5
+#: Seconds until an exception that Python has ignored is raised again.
+_IGNORED_S = 0.01
 #: Held while the switch interval of the process is changed, so that it gets its own value back.
 _switching = threading.Lock()
 
@@ -61,7 +64,9 @@ class TrainThread(threading.Thread):
     def __init__(self, main: Callable[[], None]) -> None:
         super().__init__(target=main, name="raysgd-train", daemon=True)
         self._entering = threading.Lock()
+        self._is_kept: Callable[[], bool] = lambda: False
         self.is_inside = False
+        _follow_ignored()
 
     def call(self, function: Callable[..., Any], config: Any, enter: Callable[[], None]) -> Any:
         """Call ``enter`` and then train_func; return what train_func returns. An exception of ``enter`` prevents the call."""
@@ -82,12 +87,18 @@ class TrainThread(threading.Thread):
                 return Place()
             return Place(_innermost_line(frame), hash((id(frame), frame.f_lasti)), _cpu_time_s(ident))
 
-    def interrupt(self) -> None:
+    def interrupt(self, is_kept: Callable[[], bool] | None = None) -> None:
         """Raise `AttemptEnded` in train_func, at whatever line it is; do nothing if train_func does not run.
+
+        It is raised again if Python ignores it: in ``__del__``, for example, or in a callback of the garbage collector.
+
+        Args:
+            is_kept: Whether train_func is not to be interrupted where it is now. None: as in the call before.
 
         Waits while the thread is where the exception would leave a lock taken: Python checks for it between the call that takes
         a lock and the ``try`` that releases it. A lost import lock would block every later import of this process.
         """
+        self._is_kept = is_kept or self._is_kept
         began = time.monotonic()
         while not self._raise_if_safe(time.monotonic() - began):
             time.sleep(_UNSAFE_POLL_S)
@@ -106,12 +117,27 @@ class TrainThread(threading.Thread):
                     return True
                 frame = sys._current_frames().get(ident)
                 name = "" if frame is None else frame.f_code.co_filename
-                if name.startswith(_IMPORTING) or (name in _LOCKING and waited_s < _MAX_UNSAFE_S):
+                if self._is_kept() or name.startswith(_IMPORTING) or (name in _LOCKING and waited_s < _MAX_UNSAFE_S):
                     return False
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(AttemptEnded))
                 return True
             finally:
                 sys.setswitchinterval(interval_s)
+
+
+@functools.cache
+def _follow_ignored() -> None:
+    """Raise an `AttemptEnded` again that Python has ignored in a training thread; once in a process."""
+    original = sys.unraisablehook
+
+    def hook(given: Any) -> None:
+        thread = threading.current_thread()
+        if given.exc_type is AttemptEnded and isinstance(thread, TrainThread):
+            threading.Timer(_IGNORED_S, thread.interrupt).start()  # here it would be ignored too
+        else:
+            original(given)
+
+    sys.unraisablehook = hook
 
 
 def _innermost_line(frame: FrameType | None) -> str:
