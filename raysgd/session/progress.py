@@ -345,6 +345,7 @@ class Progress:
         self._num_batches = 0
         self._steps = 0
         self._optimizer_steps: dict[int, int] = {}
+        self._trains: Callable[[], bool] | None = None
         self._spent: tuple[int, float, float] = Spent()
         self._asked = (self._entered_at, 0.0)
         self._native_id = get_native_id()
@@ -365,6 +366,8 @@ class Progress:
         self._marked_at = now
         self._phase = phase
         self._calls += 1
+        if self._trains is not None and self._trains():
+            self.on_pass(None)
         if phase == "report":
             self._num_reports = count = self._num_reports + 1
         elif phase == "batch":
@@ -388,11 +391,16 @@ class Progress:
             # One assignment: a thread that reads meanwhile does not mix two steps. A plain tuple is made fastest.
             self._spent = (count, now - self._entered_at, self.data.seconds)
 
-    def on_pass(self, *, is_evaluation: bool) -> None:
-        """The model is called: what follows is evaluation, up to a pass that is not."""
-        base = self.evaluation if is_evaluation else self._training
+    def on_pass(self, trains: Callable[[], bool] | None) -> None:
+        """The model is called: what follows is evaluation, up to a pass that is not, or to a session call when the model trains again.
+
+        Args:
+            trains: Says whether the model is to be trained again. None: this pass is of training.
+        """
+        base = self._training if trains is None else self.evaluation
         if self._steps and self._uses.base is not base and get_ident() == self._uses.thread:
             self._uses.change_base(base)
+            self._trains = trains
 
     def uses(self) -> dict[str, float]:
         """Return what the time since train_func was entered was used for, in seconds, which add up to all of it.

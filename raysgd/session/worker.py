@@ -162,7 +162,7 @@ class WorkerSession(Session):
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         if self._ended is not None or self._is_closed or self._event_queue.unreadable is not None:
-            self.check_live()
+            self.check_live(ends_step=True)
         if self.logical is not None:
             self.logical.check_outside("report()")
         if self.stop_gate.is_closed_for_reports and not self.stop_gate.takes_report(self.num_reports):
@@ -185,7 +185,9 @@ class WorkerSession(Session):
     def save_checkpoint(
         self, state: Any, *, files: bool, metrics: Mapping[str, Any] | None, all_ranks: bool, allow_pickle: bool
     ) -> None:
-        self.check_live()
+        self.check_live(ends_step=True)
+        if self._ended is not None:  # nobody waits for the parts of this checkpoint
+            return
         if self.logical is not None:
             self.logical.check_outside("save_checkpoint()")
         self.progress.mark("save_checkpoint")
@@ -284,7 +286,7 @@ class WorkerSession(Session):
         return listed
 
     def should_stop(self) -> bool:
-        return self.stop_gate.check() or self._ended is not None
+        return self.stop_gate.check() or (self._ended is not None and not self._is_in_changes)
 
     def wait_for_others(self) -> None:
         """Wait until every rank is about to enter train_func.
@@ -433,9 +435,17 @@ class WorkerSession(Session):
             self.save_gate.wait(lambda: self.progress.mark("save_checkpoint"))
         self.check_live()
 
-    def check_live(self) -> None:
-        """Raise `AttemptEnded` if the attempt is over."""
-        if self._ended is not None:
+    @property
+    def _is_in_changes(self) -> bool:
+        return self.live is not None and self.live.is_changing
+
+    def check_live(self, *, ends_step: bool = False) -> None:
+        """Raise `AttemptEnded` if the attempt is over.
+
+        Args:
+            ends_step: Do not, while the changes of a step are made that the live state then holds.
+        """
+        if self._ended is not None and not (ends_step and self._is_in_changes):
             raise AttemptEnded(*self._ended.args)
         if self._event_queue.unreadable is not None:
             raise self._event_queue.unreadable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,11 @@ def _on_pass(module: nn.Module, *inputs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     is_evaluation = not (torch.is_grad_enabled() or module.training)
-    context.current().progress.on_pass(is_evaluation=is_evaluation)
+    context.current().progress.on_pass(partial(_trains, weakref.ref(module)) if is_evaluation else None)
     if torch.is_grad_enabled():
         show_pass(inputs, is_training=module.training)
+
+
+def _trains(module: weakref.ref[nn.Module]) -> bool:
+    model = module()
+    return model is None or model.training

@@ -25,7 +25,8 @@ class Training:
 
     def __init__(self, fused: bool | None = None) -> None:
         self.sent: list[Mark] = []
-        self.session = Worker(world_size=1, attempt=2, iterations_before=5, send_mark=self.sent.append).session
+        self.worker = Worker(world_size=1, attempt=2, iterations_before=5, send_mark=self.sent.append)
+        self.session = self.worker.session
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=fused)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
@@ -150,6 +151,39 @@ def test_step_that_is_complete_when_the_attempt_ends_counts() -> None:
         training.live.step()
     kept = training.live.take()
     assert kept is not None and kept.held.id.step == 2
+
+
+@pytest.mark.parametrize("call", ["report", "save_checkpoint", "should_stop"])
+def test_calls_within_the_changes_let_the_step_end(call: str) -> None:
+    """The attempt ends after the optimizer's step, and a loop reports or saves before its ``live.step()``."""
+    training = Training()
+    training.step()
+    training.forward().backward()
+    training.optimizer.step()
+    training.session.end("rank 1 died")
+
+    def call_it() -> Any:
+        options: dict[str, Any] = {"files": False, "metrics": None, "all_ranks": False, "allow_pickle": False}
+        match call:
+            case "report":
+                return training.session.report({"loss": 1.0})
+            case "save_checkpoint":
+                return training.session.save_checkpoint(training.live.state_dict(), **options)
+            case _:
+                return training.session.should_stop()
+
+    assert not call_it()
+    with pytest.raises(AttemptEnded):
+        training.live.step()
+    if call == "should_stop":
+        assert training.session.should_stop()
+    else:
+        with pytest.raises(AttemptEnded):
+            call_it()
+    kept = training.live.take()
+    assert kept is not None and kept.held.id.step == 2
+    assert kept.held.iteration == 5 + (call == "report")
+    assert training.worker.writer.calls == []
 
 
 def test_optimizer_changes_nothing_after_the_end_of_the_attempt() -> None:

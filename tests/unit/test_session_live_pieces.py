@@ -81,13 +81,13 @@ def test_copies_cost_at_most_their_part_of_the_time(copy_s: float, step_s: float
 class Rank:
     """Rank 0, which holds the same piece as each second rank, and as all others or not; the state is plain tensors."""
 
-    def __init__(self, *, is_same: bool, is_held: bool = True, world_size: int = 2) -> None:
+    def __init__(self, *, is_same: bool, is_held: bool = True, world_size: int = 2, **given: Any) -> None:
         def gather(payload: bytes) -> list[bytes]:
             value = pickle.loads(payload)
             other = payload if is_same or not isinstance(value, bytes) else pickle.dumps(b"other")
             return [payload, other] * (world_size // 2)
 
-        worker = Worker(world_size=world_size, attempt=2, gather=gather)
+        worker = Worker(world_size=world_size, attempt=2, gather=gather, **given)
         self.session, self.writer, self.event_queue = worker.session, worker.writer, worker.event_queue
         self.writer.is_held = is_held  # type: ignore[attr-defined]
         self.model = torch.nn.Linear(3, 3)
@@ -174,6 +174,13 @@ def test_piece_is_not_changed_unless_all_ranks_have_their_gradients(mesh: Any) -
         rank.optimizer.step()
     kept = rank.live.take()
     assert kept is not None and (kept.held.id.step, kept.held.pieces) == (1, (0, 1, 0, 1))
+
+
+def test_first_step_after_a_death_is_not_made_either(mesh: Any) -> None:
+    rank = Rank(is_same=False, world_size=4, known_pieces=(0, 1, 0, 1))
+    with pytest.raises(SessionError, match="could not agree"):
+        rank.step()
+    assert not rank.live.is_changing and rank.live.num_steps == 0
 
 
 def test_ranks_decide_alike_whether_a_step_is_made() -> None:

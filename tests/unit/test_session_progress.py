@@ -176,13 +176,31 @@ def test_time_after_a_pass_of_an_evaluation_is_evaluation_up_to_the_next_trainin
                 progress.mark("batch")
             progress.batches.add("train", batch)
         else:
-            progress.on_pass(is_evaluation=call == "evaluation")
+            progress.on_pass((lambda: False) if call == "evaluation" else None)
         clock.now += seconds
-    progress.on_pass(is_evaluation=False)
+    progress.on_pass(None)
     clock.now += 64
     assert progress.uses() == {"setup": 1, "training": 2 + 4 + 8 + 64, "evaluation": 16 + 32}
     # The first batch was trained with; of the second the pass of an evaluation followed, and the third is one of it.
     assert progress.batches.sums["train"][:4] == [1, 2, 6, 2 + 4]
+
+
+def test_evaluation_ends_when_the_model_is_to_be_trained_again() -> None:
+    clock = Clock()
+    progress = Progress(clock)
+    progress.enter()
+    progress.mark("report")
+    is_training = False
+    for call, seconds in (("pass", 1), ("report", 2), ("train", 4), ("report", 8)):
+        match call:
+            case "pass":
+                progress.on_pass(lambda: is_training)
+            case "train":
+                is_training = True
+            case _:
+                progress.mark(call)
+        clock.now += seconds
+    assert progress.uses() == {"evaluation": 1 + 2 + 4, "training": 8}
 
 
 @given(

@@ -152,7 +152,7 @@ class LiveState:
         self._buffered: list[Any] = []  # modules
         self._tensors: list[Any] = []
         self._versions: list[int] | None = None
-        self._pieces: tuple[int, ...] = ()
+        self._pieces: tuple[int, ...] | None = None  # not known
         self._interval: CopyInterval | None = None
         self._flag: Any = None  # what ranks exchange before they change their pieces
         self.is_changing = False
@@ -258,8 +258,7 @@ class LiveState:
 
     def _on_complete(self, values: Callable[[], Mapping[str, Any]], *, is_same_step: bool) -> None:
         if self._session is not None:
-            if not self.num_steps:
-                self._find_pieces(self._session)
+            self._find_pieces(self._session)
             self._record(self._session, values, is_same_step=is_same_step)
         self.num_steps += not is_same_step
         self.is_changing = self._is_in_step = False
@@ -279,7 +278,7 @@ class LiveState:
         self._is_settled = self._is_settled and (is_same_step or self._is_in_step) and is_last_pass
         others = {name: _copied(given.state_dict()) for name, given in self._copied.items()}
         complete = _Complete(
-            replace(session.held_step(step), place=place, piece=self._own_piece, pieces=self._pieces),
+            replace(session.held_step(step), place=place, piece=self._own_piece, pieces=self._pieces or ()),
             session.num_reports,
             values,
             {id(buffer): buffer.detach().clone() for buffer in self._buffers()},
@@ -320,6 +319,8 @@ class LiveState:
             if given.isdisjoint(map(id, self._parameters)):
                 return
         self._small_at_change = self._small_after_pass  # gradients of all ranks are there: all have made their passes
+        if session is not None and session.known_pieces is not None and is_own:
+            self._find_pieces(session)
         if self._flag is not None and session is not None and is_own:
             if not self.is_changing:
                 self._agree(session)
@@ -427,8 +428,11 @@ class LiveState:
 
     def _find_pieces(self, session: Attempt) -> None:
         """Find out which ranks hold the same."""
+        if self._pieces is not None:
+            return
         torch = imported("torch")
         if torch is None or session.world_size == 1 or len(self._snapshots) == len(self._objects):
+            self._pieces = ()
             return
         # An attempt that starts from a live state knows them: to ask in the middle of the changes would risk that state.
         known = session.known_pieces
