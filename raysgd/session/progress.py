@@ -392,7 +392,7 @@ class Progress:
             self._spent = (count, now - self._entered_at, self.data.seconds)
 
     def on_pass(self, trains: Callable[[], bool] | None) -> None:
-        """The model is called: what follows is evaluation, up to a pass that is not, or to a session call when the model trains again.
+        """The model is called: what follows is evaluation, up to a pass of training or a session call after ``model.train()``.
 
         Args:
             trains: Says whether the model is to be trained again. None: this pass is of training.

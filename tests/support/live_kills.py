@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ import numpy as np
 
 import raysgd
 from raysgd.session import context
+from raysgd.session.live.agreement import Agreement
 from support.row_log import ends_of_attempts, rows_that_count
 from support.runs import events_of, latest_run, once, quiet, travels_by_value
 
@@ -47,7 +49,8 @@ class Kill:
         step: The step in which it is due.
         rank: The rank.
         how: ``"clock"``: some seconds after the step's begin; ``"code"``: at one of the calls of functions in the step;
-            ``"entry"``: some seconds after the rank has entered train_func again, because of the other kill of its group.
+            ``"exchange"``: some seconds after the rank has begun the exchange before the changes of its piece; ``"entry"``: some
+            seconds after the rank has entered train_func again, because of the other kill of its group.
         moment: The seconds, or the number of the call.
     """
 
@@ -141,11 +144,17 @@ def make_plan(seed: int, num_kills: int, num_pieces: int = 1) -> list[Kill]:
         moment = chosen.uniform(0, 0.1)
         first = Kill(group, step, one, "clock", moment)
         shape = chosen.choice(
-            ["code"] * 6 + ["clock"] * 4 + ["two", "regroup", "copy"] + ["source"] * 2 * (num_pieces == 1)
+            ["code"] * 6
+            + ["clock"] * 4
+            + ["two", "regroup", "copy"]
+            + ["source"] * 2 * (num_pieces == 1)
+            + ["exchange"] * 4 * (1 < num_pieces < NUM_RANKS)
         )
         match shape if len(plan) + 1 < num_kills else "code":
             case "code":
                 plan.append(Kill(group, step, one, "code", chosen.randrange(CALLS_OF_STEP)))
+            case "exchange":
+                plan.append(Kill(group, step, one, "exchange", chosen.uniform(0, 0.003)))
             case "clock":
                 plan.append(first)
             case "two":
@@ -201,11 +210,18 @@ class Killer:
                 continue
             if len(self._holders) < NUM_RANKS:
                 self._wait_for_holders()
-            # Another kill may end the attempt before the call is reached: it is due again then.
-            is_due = not (self._folder / kill.name).exists() if kill.how == "code" else self._is_first(kill)
+            # Another kill may end the attempt before that call is reached: it is due again then.
+            happens_later = kill.how in ("code", "exchange")
+            is_due = not (self._folder / kill.name).exists() if happens_later else self._is_first(kill)
             if is_due:
                 self._armed.append(kill)
-                self._die_in_call(kill) if kill.how == "code" else self._die_after(kill)
+                match kill.how:
+                    case "code":
+                        self._die_in_call(kill)
+                    case "exchange":
+                        self._die_in_exchange(kill)
+                    case _:
+                        self._die_after(kill)
 
     def _wait_for_holders(self) -> None:
         """Wait until all that hold this rank's piece have it: it may be the only one from which a new rank can copy it."""
@@ -227,6 +243,20 @@ class Killer:
         assert self._shell.stdin is not None
         self._shell.stdin.write(f"{kill.moment:.4f} {self._folder / kill.name}\n".encode())
         self._shell.stdin.flush()
+
+    def _die_in_exchange(self, kill: Kill) -> None:
+        note, file = Agreement._note, self._folder / kill.name
+
+        def die() -> None:
+            time.sleep(kill.moment)
+            file.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def note_and_die(agreement: Agreement, step: str) -> None:
+            note(agreement, step)
+            threading.Thread(target=die, daemon=True).start()
+
+        Agreement._note = note_and_die  # type: ignore[method-assign]
 
     def _die_in_call(self, kill: Kill) -> None:
         left, file = int(kill.moment), self._folder / kill.name

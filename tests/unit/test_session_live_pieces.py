@@ -19,10 +19,11 @@ from raysgd.checkpoint.codecs.torch import LocalShards
 from raysgd.checkpoint.streaming import read_state, stream_state
 from raysgd.errors import AttemptEnded, CheckpointError, SessionError, UsageError
 from raysgd.session.events import Saved, StepId, is_copy
+from raysgd.session.live.agreement import Agreement, decide
 from raysgd.session.live.copies import MAX_FRACTION, MIN_INTERVAL_S, CopyInterval
 from raysgd.session.live.kept import KeptState
 from raysgd.session.live.pieces import are_replicated, describe_piece, number_pieces
-from raysgd.session.live.state import LiveState, _decide
+from raysgd.session.live.state import LiveState
 from raysgd.torch.restoring import restore
 from support.sessions import Worker
 
@@ -188,13 +189,40 @@ def test_ranks_decide_alike_whether_a_step_is_made() -> None:
     store = torch.distributed.HashStore()
     for rank in range(3):
         store.set(f"live/{rank} noted", "7")
-    assert not _decide(store, "7", 4)
-    store.set("live/3 noted", "7")  # too late: others have left by then
-    assert not _decide(store, "7", 4)
+    assert not decide(store, "7", 4, lambda: True)
+    store.set("live/3 noted", "7")  # too late: it had died
+    assert not decide(store, "7", 4, lambda: True)
     for rank in range(4):
         store.set(f"live/{rank} noted", "8")
-    assert _decide(store, "8", 4) and _decide(store, "8", 4)
+    assert decide(store, "8", 4, lambda: True) and decide(store, "8", 4, lambda: True)
 
 
-def test_step_is_not_made_if_the_store_has_died() -> None:
-    assert not _decide(mock.Mock(check=mock.Mock(side_effect=RuntimeError("connection closed"))), "7", 4)
+def test_ranks_that_are_late_are_waited_for_until_the_attempt_is_over() -> None:
+    store = torch.distributed.HashStore()
+    asked = 0
+
+    def is_over() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 5:
+            store.set("live/0 noted", "7")
+        return False
+
+    assert decide(store, "7", 1, is_over)
+
+
+def test_store_of_rank_1_is_asked_if_rank_0_has_died(mesh: Any) -> None:
+    agreement = Agreement(2, 4, "cpu")
+    dead = mock.Mock(
+        set=mock.Mock(side_effect=RuntimeError("connection closed")),
+        check=mock.Mock(side_effect=RuntimeError("connection closed")),
+    )
+    second = torch.distributed.HashStore()
+    agreement._stores = [dead, second]
+    for rank in (0, 1, 3):
+        second.set(f"live/{rank} noted", "7")
+    agreement.reach(7, lambda: True)  # here the exchange has one rank
+    assert not decide(second, "6", 4, lambda: True)
+    agreement._stores = [dead]
+    with pytest.raises(SessionError, match="could not agree"):
+        agreement.reach(8, lambda: True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,13 +191,13 @@ def test_evaluation_ends_when_the_model_is_to_be_trained_again() -> None:
     progress = Progress(clock)
     progress.enter()
     progress.mark("report")
-    is_training = False
+    model = SimpleNamespace(training=False)
     for call, seconds in (("pass", 1), ("report", 2), ("train", 4), ("report", 8)):
         match call:
             case "pass":
-                progress.on_pass(lambda: is_training)
+                progress.on_pass(lambda: model.training)
             case "train":
-                is_training = True
+                model.training = True
             case _:
                 progress.mark(call)
         clock.now += seconds

@@ -26,8 +26,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, final, runtime_checkable
 
 from raysgd._util.imports import imported
-from raysgd.errors import AttemptEnded, SessionError, UsageError
+from raysgd.errors import UsageError
 from raysgd.session.events import NUM_MARKS, HeldStep, Mark, add_mark
+from raysgd.session.live.agreement import Agreement
 from raysgd.session.live.copies import CopyInterval
 from raysgd.session.live.kept import KeptState, counted, leave_room, versions
 from raysgd.session.live.pieces import are_replicated, describe_piece, number_pieces
@@ -46,6 +47,9 @@ class Attempt(Protocol):
 
     @property
     def world_size(self) -> int: ...
+
+    @property
+    def is_ended(self) -> bool: ...
 
     def own_state(self) -> bytes: ...
 
@@ -85,9 +89,6 @@ class NotComputedError(Exception):
 
 #: Steps after which the parameters and the modules with buffers are the same objects.
 _SETTLED_AFTER = 3
-#: Seconds until what ranks have noted in the store is there.
-_NOTED_S = 0.05
-
 #: Types of values that do not change.
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
@@ -154,7 +155,7 @@ class LiveState:
         self._versions: list[int] | None = None
         self._pieces: tuple[int, ...] | None = None  # not known
         self._interval: CopyInterval | None = None
-        self._flag: Any = None  # what ranks exchange before they change their pieces
+        self._agreement: Agreement | None = None
         self.is_changing = False
         self.num_steps = 0
         self.marks: deque[Mark] = deque(maxlen=NUM_MARKS)
@@ -321,9 +322,9 @@ class LiveState:
         self._small_at_change = self._small_after_pass  # gradients of all ranks are there: all have made their passes
         if session is not None and session.known_pieces is not None and is_own:
             self._find_pieces(session)
-        if self._flag is not None and session is not None and is_own:
+        if self._agreement is not None and session is not None and is_own:
             if not self.is_changing:
-                self._agree(session)
+                self._agree(session, self._agreement)
             return
         if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # so that the gradients are those of all ranks, or the attempt is over
@@ -337,29 +338,14 @@ class LiveState:
         )
         return any(optimizer is each for each in own)
 
-    def _agree(self, session: Attempt) -> None:
-        """Wait until all ranks have their gradients. Then each of them makes its changes, even if the attempt is over by then.
-
-        A rank may die within that exchange, after it has ended on some of the ranks. The others ask the group's store, where each
-        rank has noted before that it has its gradients.
-        """
-        torch = imported("torch")
-        assert torch is not None
-        store = torch.distributed.distributed_c10d._get_default_store()
-        step = str(self.num_steps)
+    def _agree(self, session: Attempt, agreement: Agreement) -> None:
         self.is_changing = True  # from here on the step is not interrupted
-        is_agreed, error = False, None  # type: bool, BaseException | None
         try:
-            store.set(f"live/{session.world_rank} noted", step)
-            torch.distributed.all_reduce(self._flag.fill_(1))
-            is_agreed = int(self._flag) == session.world_size  # an aborted collective on a GPU raises no error
-        except (Exception, AttemptEnded) as raised:
-            error = raised
-        finally:
-            self.is_changing = is_agreed = is_agreed or _decide(store, step, session.world_size)
-        if not is_agreed:
+            agreement.reach(self.num_steps, lambda: session.is_ended)
+        except BaseException:
+            self.is_changing = False
             session.check_live()
-            raise error or SessionError("the ranks could not agree that all of them have their gradients")
+            raise
 
     def _mark(self, session: Attempt, mark: Mark) -> None:
         self._small = mark.small or b""
@@ -440,7 +426,8 @@ class LiveState:
         if not are_replicated(self._pieces):
             self._interval = CopyInterval()
         elif self._pieces:
-            self._flag = torch.zeros(1, device=next(iter(self._named_tensors()))[1].device)
+            device = next(iter(self._named_tensors()))[1].device
+            self._agreement = Agreement(session.world_rank, session.world_size, device)
 
     def _copy_to_memory(self, session: Attempt) -> None:
         """Copy the state, if it is time to."""
@@ -450,24 +437,6 @@ class LiveState:
         session.copy_to_memory(self.num_steps, self.state_dict())
         times = self._interval.measure(self.num_steps, began, time.monotonic())
         self._interval.on_copied(self.num_steps, session.gather(times))
-
-
-def _decide(store: Any, step: str, world_size: int) -> bool:
-    """Return whether all ranks have noted that they have their gradients of a step, as the first rank that asks finds it."""
-    until = time.monotonic() + _NOTED_S
-    with suppress(Exception):  # the rank with the store has died
-        while not (are_ready := all(_noted(store, rank) == step for rank in range(world_size))):
-            if time.monotonic() > until:
-                break
-            time.sleep(_NOTED_S / 10)
-        found: bytes = store.compare_set(f"live/{step}", "", "changes" if are_ready else "none")
-        return found == b"changes"
-    return False
-
-
-def _noted(store: Any, rank: int) -> str | None:
-    key = f"live/{rank} noted"
-    return store.get(key).decode() if store.check([key]) else None
 
 
 def _is_module(given: Any) -> bool:
