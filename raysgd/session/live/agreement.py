@@ -14,7 +14,8 @@ from raysgd.errors import AttemptEnded, SessionError
 
 #: Seconds after the end of the attempt until all that ranks have noted is in the store; and at most, if it does not end.
 _NOTED_S, _AT_MOST_S = 0.05, 1.0
-_CONNECT_S = 5.0
+#: Seconds to connect to the store of rank 1. If it has died, torch tries again for so long.
+_CONNECT_S = 0.5
 #: The store that this process has opened: others may ask it after this rank has left, until it opens another one.
 _opened: list[Any] = []
 
