@@ -14,6 +14,8 @@ from raysgd.errors import AttemptEnded, SessionError
 
 #: Seconds after the end of the attempt until all that ranks have noted is in the store; and at most, if it does not end.
 _NOTED_S, _AT_MOST_S = 0.05, 1.0
+#: Where rank 1 says where its store is.
+_SECOND = "live/second"
 #: Seconds to connect to the store of rank 1. If it has died, torch tries again for so long.
 _CONNECT_S = 0.5
 #: The store that this process has opened: others may ask it after this rank has left, until it opens another one.
@@ -42,8 +44,9 @@ class Agreement:
         self._number = torch.zeros(1, device=device)
         group: Any = dist.distributed_c10d._get_default_store()
         self._stores = [group]  # in the order in which they are asked
-        self._needs_second = isinstance(group._underlying_non_prefix_store, dist.TCPStore)  # type: ignore[attr-defined]
-        if self._needs_second and rank == 1:
+        needs_second = isinstance(group._underlying_non_prefix_store, dist.TCPStore)  # type: ignore[attr-defined]
+        self._must_join = needs_second and rank != 1
+        if needs_second and rank == 1:
             self._open_second(group)
 
     def reach(self, step: int, is_over: Callable[[], bool]) -> None:
@@ -58,12 +61,13 @@ class Agreement:
         """
         import torch.distributed as dist
 
+        if self._must_join:
+            self._join_second(is_over)
         try:
             self._note(str(step))
             dist.all_reduce(self._number.fill_(1))
             if int(self._number) != self._world_size:  # an aborted collective on a GPU raises no error
                 raise SessionError("the ranks could not agree that all of them have their gradients")
-            self._join_second()
         except (Exception, AttemptEnded):
             if not self._is_decided(str(step), is_over):
                 raise
@@ -91,20 +95,21 @@ class Agreement:
             host = towards_group.getsockname()[0]
         second = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         _opened[:] = [second]
-        group.set("live/second", f"{host} {second.port}")
+        group.set(_SECOND, f"{host} {second.port}")
         self._stores.append(second)
 
-    def _join_second(self) -> None:
-        """Join the store of rank 1, which had opened it before the exchange that is over now."""
+    def _join_second(self, is_over: Callable[[], bool]) -> None:
         import torch.distributed as dist
 
-        if self._needs_second and len(self._stores) == 1:
-            self._needs_second = False
-            with suppress(RuntimeError):  # one of both has died
-                host, port = self._stores[0].get("live/second").decode().split()
-                timeout = timedelta(seconds=_CONNECT_S)
-                second = dist.TCPStore(host, int(port), wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
-                self._stores.append(second)
+        self._must_join, (group,) = False, self._stores
+        with suppress(RuntimeError):  # one of both has died
+            while not group.check([_SECOND]):
+                if is_over():
+                    return
+                time.sleep(0.001)
+            host, port = group.get(_SECOND).decode().split()
+            timeout = timedelta(seconds=_CONNECT_S)
+            self._stores.append(dist.TCPStore(host, int(port), wait_for_workers=False, timeout=timeout))  # type: ignore[attr-defined]
 
 
 def decide(store: Any, step: str, world_size: int, is_over: Callable[[], bool]) -> bool:

@@ -339,6 +339,7 @@ class LiveState:
         return any(optimizer is each for each in own)
 
     def _agree(self, session: Attempt, agreement: Agreement) -> None:
+        session.check_live()
         self.is_changing = True  # from here on the step is not interrupted
         try:
             agreement.reach(self.num_steps, lambda: session.is_ended)
