@@ -278,5 +278,5 @@ CAUSES: dict[str, Cause] = {
     "compiling again": Cause(
         "compiling", compile_again, tuple({"stride": number} for number in (6, 3, 1)), backend="jax", num_workers=1
     ),
-    "long start": Cause("start", train, tuple({"setup_s": seconds} for seconds in (3.0, 6.0, 12.0))),
+    "long start": Cause("start", train, tuple({"setup_s": seconds} for seconds in (10.0, 20.0, 30.0))),
 }

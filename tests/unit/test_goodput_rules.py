@@ -133,11 +133,21 @@ def test_a_first_compilation_belongs_to_the_start() -> None:
     run = RunEvents()
     run.start(1, joining_s=1.0)
     run.enter(0)
-    run.at += 10
-    run.emit("left", rank=0, attempt=1, steps=50, uses={"setup": 1.0, "compiling": 4.0, "training": 5.0})
+    run.at += 19
+    run.emit("left", rank=0, attempt=1, steps=50, uses={"setup": 1.0, "compiling": 10.0, "training": 8.0})
     run.emit("run_end")
     (found,) = find(run)
-    assert found.cause == "start" and found.share == pytest.approx(6 / 11)
+    assert found.cause == "start" and found.share == pytest.approx(12 / 20)
+
+
+def test_short_run_that_starts_as_fast_as_any_has_no_cause() -> None:
+    run = RunEvents()
+    run.start(1, joining_s=2.0)
+    run.enter(0)
+    run.at += 4
+    run.emit("left", rank=0, attempt=1, steps=50, uses={"setup": 2.0, "training": 2.0})
+    run.emit("run_end")
+    assert find(run) == []
 
 
 def test_waiting_for_the_script_is_no_cause() -> None:

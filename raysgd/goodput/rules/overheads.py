@@ -8,13 +8,13 @@ from raysgd.goodput.evidence import Evidence, gain_of
 from raysgd.goodput.findings import Finding
 from raysgd.goodput.rules.stragglers import EXCESS
 
-#: Starting is a cause where it takes this part of a run's time; a shorter run has nothing else.
-START_SHARE = 0.3
+#: Starting is a cause where it takes this part of a run's time, without the seconds that imports of a framework take anyway.
+START_SHARE, IMPORTS_S = 0.3, 5.0
 
 
 def find_start(evidence: Evidence) -> Finding | None:
     share = evidence.share("starting", "setup", "compiling") - _compiling_share(evidence)
-    if share < START_SHARE or not evidence.paces:
+    if not evidence.paces or share - IMPORTS_S * evidence.num_workers / evidence.held_s < START_SHARE:
         return None
     return Finding(
         "start",
