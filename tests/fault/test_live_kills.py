@@ -32,11 +32,7 @@ TRAINER = {
 }
 
 
-#: After one kill in some ten, one of the survivors has no complete step, for a reason that is not known; see `LiveState._agree`.
-NOT_YET = {"hybrid": [pytest.mark.xfail(reason="a survivor may hold no piece", strict=False)]}
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=NOT_YET.get(kind, [])) for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_kill_costs_one_step(trainer: raysgd.Trainer, tmp_path: Path, kind: str) -> None:
     print(f"RAYSGD_KILLS_SEED={SEED}")
     took: list[float] = []
