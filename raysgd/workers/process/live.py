@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +25,7 @@ from raysgd.workers.orders import LiveOrder
 _KIND = "live"
 #: Seconds without a byte from the other worker, after which the copy has failed.
 _SILENCE_S = 30.0
-_CLOSE_S = 1.0
+_CLOSE_S, _POLL_S = 1.0, 0.1
 
 
 class LiveHolder:
@@ -35,28 +38,48 @@ class LiveHolder:
         self._marks: tuple[Mark, ...] = ()
         self._problem: str | None = None
         self._kept: KeptState | None = None
+        self._copy: _Copy | None = None
         self._server: _Server | None = None
 
-    @property
-    def kept(self) -> KeptState | None:
-        return self._kept
-
     def begin(self, run_id: str, order: LiveOrder | None) -> None:
-        """An attempt begins. Only the state that it starts from is kept."""
+        """An attempt begins. Only the state that it starts from is kept; one that another worker holds is copied from now on."""
         if self._kept is not None and (order is None or not _is_same_step(self._kept.held, order.held)):
             self.release()
         self._run_id, self._marks, self._problem = run_id, (), None
+        self._abandon_copy()
+        if order is not None and order.endpoint is not None and not self._holds(order.held):
+            self._copy = _Copy(order.endpoint, order.held)
 
-    def keep(self, kept: KeptState) -> None:
-        """Keep a state that was copied from another worker, until a step of this attempt is complete.
+    def state_of(self, held: HeldStep) -> KeptState:
+        """Return the state of a step; one that another worker holds is kept until a step of this attempt is complete.
 
         What this process held is sent on to those that still need it.
+
+        Raises:
+            CheckpointNotFoundError: It is not there any more, or the copy did not arrive.
+            UsageError: It was released.
         """
-        self._kept = kept
+        if self._kept is None or not self._holds(held):
+            if self._copy is None:
+                raise UsageError(
+                    "load_checkpoint() was called after live_state().step(), without a checkpoint since: call it once, before "
+                    "training."
+                )
+            self._kept = self._copy.result()
+        return self._kept
+
+    def _holds(self, held: HeldStep) -> bool:
+        return self._kept is not None and self._kept.held.piece == held.piece
+
+    def _abandon_copy(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.abandon()
 
     def release(self) -> None:
         """Keep no state any more."""
         self._kept = None
+        self._abandon_copy()
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -153,33 +176,62 @@ class FromSurvivor:
     def load(
         self, rank: int, world_size: int, *, allow_pickle: bool, on_unusable: Callable[[Exception], None]
     ) -> tuple[Any, dict[str, Any]]:
-        kept = self.holder.kept
-        if kept is None or kept.held.piece != self.order.held.piece:
-            kept = KeptState(self.order.held, _copy_from(self.order.endpoint, self.order.held))
-            self.holder.keep(kept)
+        kept = self.holder.state_of(self.order.held)
         return without_meshes(kept.state), rank_state.after_step(self.order.small, self.order.held.positions)
 
 
-def _copy_from(endpoint: Endpoint | None, held: HeldStep) -> Any:
-    """Copy the state from another worker.
+class _Copy:
+    """A state on its way from another worker, while this one builds its model."""
 
-    Raises:
-        CheckpointNotFoundError: It is not there any more, or the copy did not arrive.
-    """
-    if endpoint is None:
-        raise UsageError(
-            "load_checkpoint() was called after live_state().step(), without a checkpoint since: call it once, before training."
-        )
-    where = f"the state of step {held.id.step} on another worker"
-    try:
+    def __init__(self, endpoint: Endpoint, held: HeldStep) -> None:
+        self._endpoint = endpoint
+        self._held = held
+        self._line: socket.socket | None = None
+        self._is_abandoned = False
+        self._found: Future[Any] = Future()
+        threading.Thread(target=self._run, name="raysgd-live-copy", daemon=True).start()
+
+    def result(self) -> KeptState:
+        """Wait for the state.
+
+        Raises:
+            CheckpointNotFoundError: It is not there any more, or the copy did not arrive.
+        """
+        while not self._found.done():  # a wait in C would not be interrupted at the end of the attempt
+            wait([self._found], _POLL_S)
+        try:
+            return KeptState(self._held, self._found.result())
+        except (OSError, CheckpointError) as error:
+            raise CheckpointNotFoundError(
+                f"{self._where} could not be copied: {type(error).__name__}: {error}"
+            ) from error
+
+    def abandon(self) -> None:
+        """Copy no more."""
+        self._is_abandoned = True
+        if self._line is not None:
+            with contextlib.suppress(OSError):  # it has arrived
+                self._line.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def _where(self) -> str:
+        return f"the state of step {self._held.id.step} on another worker"
+
+    def _run(self) -> None:
+        try:
+            self._found.set_result(self._read())
+        except BaseException as error:
+            self._found.set_exception(error)
+
+    def _read(self) -> Any:
         with (
-            connect(endpoint, {"kind": _KIND, "step": _key(held)}, _SILENCE_S) as line,
-            line.makefile("rb") as stream,
+            connect(self._endpoint, {"kind": _KIND, "step": _key(self._held)}, _SILENCE_S) as self._line,
+            self._line.makefile("rb") as stream,
         ):
-            line.settimeout(_SILENCE_S)
-            return read_state(stream, where)
-    except (OSError, CheckpointError) as error:
-        raise CheckpointNotFoundError(f"{where} could not be copied: {type(error).__name__}: {error}") from error
+            self._line.settimeout(_SILENCE_S)
+            if self._is_abandoned:
+                raise ConnectionAbortedError("the attempt is over")
+            return read_state(stream, self._where)
 
 
 def _is_same_step(one: HeldStep, other: HeldStep) -> bool:
