@@ -53,7 +53,7 @@ class Loop:
         import raysgd
 
         self._optimizer.zero_grad()
-        self._model(torch.rand(ROWS, self._width)).square().mean().backward()
+        (self._model(torch.rand(ROWS, self._width)) - 1).square().mean().backward()
         self._optimizer.step()
         self.step += 1
         if self._live is not None:

@@ -193,6 +193,17 @@ class Evidence:
         spent = [pace.uses.get("checkpoint", 0.0) for pace in self.paces.values()]
         return mean_s * max(spent) / fmean(spent) if any(spent) else mean_s
 
+    @property
+    def writing_share(self) -> float:
+        """The part of the time of steps in which a checkpoint was being written to storage."""
+        stepping_s = self.held_s * self.stepping_share / self.num_workers
+        return min(1.0, sum(each.write_s for each in self.savings) / stepping_s) if stepping_s else 0.0
+
+    @property
+    def processor_wait(self) -> float:
+        """The part of a step in which even the rank that waits least was ready to run and had no processor."""
+        return min((pace.cpu_wait_s / pace.step_s for pace in self.paces.values() if pace.step_s), default=0.0)
+
     def share(self, *uses: str) -> float:
         """Return the part of the workers' time that was used so; 0 if there is no time."""
         return sum(self.totals.get(use, 0.0) for use in uses) / self.held_s if self.held_s else 0.0

@@ -349,8 +349,11 @@ def test_a_cause_from_the_beginning_has_no_date() -> None:
 # -- machines ----------------------------------------------------------------------------------------------------------
 
 
-def crowded(**readings: list[float]) -> list[Finding]:
-    """Find the causes in a run of two ranks with these seconds so far at two samples, 10 s apart; a list of each rank's."""
+def crowded(*, is_burnt: bool = True, write_s: float = 0.0, **readings: list[float]) -> list[Finding]:
+    """Find the causes in a run of two ranks with these seconds so far at two samples, 10 s apart; a list of each rank's.
+
+    Another process may burn processors, and a checkpoint be written for some seconds.
+    """
     run = RunEvents()
     run.start(2, joining_s=0.0)
     for rank in (0, 1):
@@ -359,8 +362,10 @@ def crowded(**readings: list[float]) -> list[Finding]:
         run.at = 1000.0 + 0.1 * steps
         for rank in (0, 1):
             own: dict[str, Any] = {name: number * values[rank] for name, values in readings.items()}
-            busy = {"name": "burner", "pid": 4711, "processors": 1.5}
-            run.sample(rank, steps, {"busy": busy, **own}, training=0.1 * steps)
+            busy = {"busy": {"name": "burner", "pid": 4711, "processors": 1.5}} if is_burnt else {}
+            run.sample(rank, steps, {**busy, **own}, training=0.1 * steps)
+    if write_s:
+        run.emit("checkpoint", number=0, seconds=write_s)
     run.emit("run_end")
     return find(run)
 
@@ -369,6 +374,18 @@ def test_processors_that_all_ranks_wait_for() -> None:
     (found,) = crowded(cpu_wait_s=[3.0, 2.0])
     assert found.cause == "processors" and found.gain == pytest.approx(1.25)
     assert "20% of the time; most used by burner (pid 4711, 1.5 processors)" in found.text
+
+
+@pytest.mark.parametrize(
+    ("write_s", "is_burnt", "cause"),
+    [(9.0, False, "checkpoints"), (9.0, True, "processors"), (3.0, False, "processors")],
+)
+def test_processors_that_write_checkpoints(write_s: float, is_burnt: bool, cause: str) -> None:
+    found = crowded(cpu_wait_s=[6.0, 2.0], write_s=write_s, is_burnt=is_burnt)
+    assert found[0].cause == cause
+    if cause == "checkpoints":
+        assert len(found) == 1 and found[0].gain == pytest.approx(1.25)
+        assert "checkpoints were being written for" in found[0].text and "no processor for 20% of it" in found[0].text
 
 
 def test_memory_that_a_node_waits_for() -> None:

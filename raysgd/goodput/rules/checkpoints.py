@@ -1,10 +1,11 @@
-"""Steps wait in ``save_checkpoint``: it is called too often, or storage is slower than saves are made."""
+"""Steps wait in ``save_checkpoint``, or for the processors that write: it is called too often, or storage is slower."""
 
 from __future__ import annotations
 
 from raysgd._util.text import in_time
 from raysgd.goodput.evidence import Evidence, gain_of
 from raysgd.goodput.findings import Finding
+from raysgd.goodput.rules import machines
 from raysgd.goodput.rules.restarts import best_interval_s, saving_interval_s
 
 
@@ -14,6 +15,16 @@ def find(evidence: Evidence) -> Finding | None:
         return None
     best_s, interval_s = best_interval_s(evidence), saving_interval_s(evidence)
     share, gain = evidence.cost_of("checkpoint")
+    taken = evidence.stepping_share * evidence.processor_wait
+    if machines.is_from_writing(evidence) and taken > share:
+        return Finding(
+            "checkpoints",
+            taken,
+            f"checkpoints were being written for {evidence.writing_share:.0%} of the time, {number} of them, and each rank had "
+            f"no processor for {evidence.processor_wait:.0%} of it.",
+            "save less often, or to memory in between (CheckpointConfig(storage_interval=)).",
+            1 / (1 - evidence.processor_wait),
+        )
     every = "less often"
     if best_s is not None and interval_s is not None and gain is not None:
         if best_s <= interval_s:

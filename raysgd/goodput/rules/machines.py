@@ -7,14 +7,15 @@ from raysgd.goodput.findings import Finding
 
 #: Below these parts of a step, waiting for a processor or for memory is what any machine does.
 CPU_SHARE, MEMORY_SHARE = 0.1, 0.05
+#: Writing checkpoints is worth a word about processors if it goes on for this part of the time.
+WRITING_SHARE = 0.5
 
 
 def find_processors(evidence: Evidence) -> Finding | None:
     """All ranks wait for processors; that one waits alone is the straggler's rule."""
-    waits = {rank: pace.cpu_wait_s / pace.step_s for rank, pace in evidence.paces.items() if pace.step_s}
-    if not waits or min(waits.values()) < CPU_SHARE:
+    share = evidence.processor_wait
+    if share < CPU_SHARE or is_from_writing(evidence):
         return None
-    share = min(waits.values())
     busy = next(iter(evidence.busy.values()), None)
     return Finding(
         "processors",
@@ -24,6 +25,11 @@ def find_processors(evidence: Evidence) -> Finding | None:
         "start fewer workers on a node, give each fewer threads (torch.set_num_threads), or end what else runs there.",
         1 / (1 - share),
     )
+
+
+def is_from_writing(evidence: Evidence) -> bool:
+    """Whether checkpoints that are being written take the processors: nobody else uses many."""
+    return not evidence.busy and evidence.writing_share >= WRITING_SHARE and evidence.processor_wait >= CPU_SHARE
 
 
 def find_memory(evidence: Evidence) -> Finding | None:

@@ -8,6 +8,7 @@ from statistics import median
 
 from raysgd.goodput.evidence import Evidence, Pace, gain_of
 from raysgd.goodput.findings import Finding
+from raysgd.goodput.rules import machines
 
 #: A rank is slow if its own time is above the others' median by this part of a step, and they wait at least half as long for it,
 #: or make that much shorter steps.
@@ -72,6 +73,8 @@ def find(evidence: Evidence) -> Finding | None:
     pace, saved_s = slowest.pace, slowest.excess_s
     why, remedy = "", "see what else runs there, or exclude the node."
     if pace.cpu_wait_s >= EXPLAINED * saved_s:
+        if machines.is_from_writing(evidence):
+            return None
         busy = evidence.busy.get(slowest.rank, "other processes")
         why = f"; {busy} had its processors for {pace.cpu_wait_s / pace.step_s:.0%} of the time"
         remedy = "give its node to this run alone, or exclude the node."
