@@ -251,18 +251,27 @@ class Engine:
             raise UsageError(
                 f"engine.save_checkpoint({taken[0]}=...): the engine saves its own {taken[0]}; use another name."
             )
-        step = self._running()
-        step.share_buffers()  # each rank saves its part of them
-        state, is_sharded = self._state().save(), step.composed.data_parallel.is_sharded
-        if (unfinished := step.save()) is not None:
-            state["engine"]["step"] = unfinished
-        if api.world_size() > 1 and (is_sharded or self.config.workers_per_replica > 1):
-            state = spread(state, self.mesh)
+        self._running().share_buffers()  # each rank saves its part of them
+        state = self._saved()
+        if self._is_divided:
             if not merged:
                 _save({**state, **more}, metrics, all_ranks=True)
                 return
             state = collect(state, is_kept=api.world_rank() == 0)
         _save({**state, **more} if api.world_rank() == 0 else None, metrics, all_ranks=False)
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether each rank has a part of the state."""
+        is_sharded = self._running().composed.data_parallel.is_sharded
+        return api.world_size() > 1 and (is_sharded or self.config.workers_per_replica > 1)
+
+    def _saved(self) -> dict[str, Any]:
+        """Return what this rank saves: the whole state, or its part."""
+        state = self._state().save()
+        if (unfinished := self._running().save()) is not None:
+            state["engine"]["step"] = unfinished
+        return spread(state, self.mesh) if self._is_divided else state
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``model``, ``optimizer`` and ``lr_scheduler`` as `save_checkpoint` saves them, with this rank's tensors."""
@@ -296,21 +305,16 @@ class Engine:
         return {name: value for name, value in state.items() if name not in SAVED_NAMES}
 
     def live_parts(self) -> dict[str, Any]:
-        """Return what ``raysgd.live_state(engine=engine)`` holds.
+        """Return what ``raysgd.live_state(engine=engine)`` holds, if each rank has the whole state."""
+        return self._state().live_parts()
 
-        Raises:
-            UsageError: It cannot hold the state; the text says why.
-        """
-        state = self._state()
-        if state.live_problem is not None:
-            raise UsageError(f"live_state(engine=...): {state.live_problem}. Leave it out: checkpoints are used.")
-        return state.live_parts()
+    def live_copy(self) -> Callable[[], dict[str, Any]] | None:
+        """Return what makes this rank's part of a copy of the state; None if each rank has the whole state."""
+        return self._saved if self._is_divided else None
 
     def own_live_state(self, problem: str | None) -> LiveState | None:
         """Return the live state of a loop of raysgd; see `raysgd.session.base.Session.own_live_state`."""
-        state = self._state()
-        problem = state.live_problem or problem
-        return context.acting().own_live_state({} if problem else state.live_parts(), problem=problem)
+        return context.acting().own_live_state({"engine": self}, problem=problem)
 
     def _running(self) -> Step:
         if self._step is None:

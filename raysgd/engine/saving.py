@@ -33,8 +33,6 @@ from raysgd.torch.restoring import restore
 _logger = get_logger()
 #: The names under which the engine saves its parts.
 SAVED_NAMES = ("model", "optimizer", "lr_scheduler", "engine")
-#: Why there is no live state.
-SHARDED = "each worker has a shard of the state, and those of a dead one are nowhere else"
 
 
 @dataclass(frozen=True)
@@ -67,20 +65,13 @@ class EngineState:
         return engine
 
     def live_parts(self) -> dict[str, Any]:
-        """Return what a live state holds, under the names of `save`."""
+        """Return what a live state holds where each rank has all of it, under the names of `save`."""
         parts: dict[str, Any] = {"model": unwrap(self.composed.model), "engine": _LiveEngine(self)}
         if self.optimizer is not None:
             parts["optimizer"] = _LiveOptimizer(self)
         if self.schedule is not None:
             parts["lr_scheduler"] = self.schedule.scheduler
         return parts
-
-    @property
-    def live_problem(self) -> str | None:
-        """Why a live state cannot hold it, or None."""
-        return (
-            SHARDED if self.composed.data_parallel.is_sharded or api.world_size() > api.data_parallel_size() else None
-        )
 
     def _follow(self) -> None:
         """Follow what the loop has added to the model and to the optimizer's groups."""

@@ -273,9 +273,14 @@ class WorkerSession(Session):
     ) -> LiveState | None:
         if self.live is not None or self.logical is not None:
             return None
-        self.live_problem = problem
         if problem is None:
-            self.live = LiveState(self, objects, has_own_state=has_own_state)
+            live = LiveState(self, objects, has_own_state=has_own_state)
+            if live.is_copied and not self._writer.is_held:
+                problem = "the run keeps no copies of the state in memory (CheckpointConfig(keep_in_memory=True))"
+                live.close()
+            else:
+                self.live = live
+        self.live_problem = problem
         return self.live
 
     def list_checkpoints(self) -> list[Checkpoint]:

@@ -53,7 +53,15 @@ def loss_fn(train_rng: Any, state: Any, params: Any, batch: Any, is_training: bo
     return ((hidden @ params["v"] - 1) ** 2).mean()
 
 
-def fit(deployer: Deployer, folder: Path, rank: int = -1, delay_s: float | None = None, **settings: Any) -> FitResult:
+def fit(
+    deployer: Deployer,
+    folder: Path,
+    rank: int = -1,
+    delay_s: float | None = None,
+    *,
+    is_divided: bool = False,
+    **settings: Any,
+) -> FitResult:
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=(4, 8)).astype(np.float32), "v": rng.normal(size=(8, 1)).astype(np.float32)}
     trainer = Trainer(
@@ -62,6 +70,7 @@ def fit(deployer: Deployer, folder: Path, rank: int = -1, delay_s: float | None 
         loss_fn=loss_fn,
         params=params,
         optimizer=optax.adamw(0.03),
+        params_sharding_rules=deployer.get_sharding_rules(params) if is_divided else None,
     )
     given = {
         "train_examples": EXAMPLES,
@@ -105,4 +114,21 @@ def test_training_continues_from_the_memory_of_survivors(
     assert (continued["ranks"], continued["num_repeated"]) == ([rank], 1)
     assert result.history == calm.history
     assert result.num_steps == calm.num_steps
+    jax.tree.map(np.testing.assert_array_equal, result.params, calm.params)
+
+
+def test_parts_of_the_state_are_copied_to_memory(ray_cluster: Any, tmp_path: Path) -> None:
+    failure = raysgd.FailureConfig(max_failures=3, num_spares=1)
+    with Deployer(
+        7, 2, num_workers=2, devices_per_worker=1, verbose=False, failure_config=failure, workdir=tmp_path / "runs"
+    ) as deployer:
+        calm = fit(deployer, tmp_path / "calm", is_divided=True)
+        result = fit(deployer, tmp_path, 1, 0.004, is_divided=True)
+    second = events_of(result, "attempt_start")[1]
+    assert (second["checkpoint"], second["memory"]) == (None, None) and second["live"] is not None, events_of(
+        result, "warning"
+    )
+    (continued,) = events_of(result, "continued")
+    assert continued["ranks"] == [1] and "from memory copies" in continued["why"]
+    assert result.history == calm.history
     jax.tree.map(np.testing.assert_array_equal, result.params, calm.params)

@@ -70,6 +70,13 @@ def dying(folder: str, moment: str, num_steps: int = 0) -> Iterator[None]:
             hook.remove()
 
 
+def whole_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors as arrays; those in shards are gathered."""
+    return {
+        name: getattr(each, "full_tensor", lambda each=each: each)().float().numpy() for name, each in state.items()
+    }
+
+
 def train_declared(config: dict[str, Any]) -> dict[str, Any]:
     """Train as a YAML file says; returns the weights too."""
     from raysgd.declarative.loop import TrainingLoop
@@ -80,7 +87,7 @@ def train_declared(config: dict[str, Any]) -> dict[str, Any]:
     with working_in(TESTS), dying(config["folder"], config["moment"]):
         loop = TrainingLoop(args, engine, Importer(None, args))
         found = loop.train()
-    weights = {name: tensor.cpu().numpy() for name, tensor in unwrap(loop.model).state_dict().items()}
+    weights = whole_tensors(unwrap(loop.model).state_dict())
     return {"steps": found["finished_train_steps"], "weights": weights, "lr": found["lr"]}
 
 
@@ -110,7 +117,7 @@ def train_template(config: dict[str, Any]) -> dict[str, Any]:
     template = Template(engine=engine, batch_size=3, epochs=3, learning_rate=0.01, log_interval=1)
     with dying(config["folder"], config["moment"]):
         metrics = template.train()
-    weights = {name: tensor.float().numpy() for name, tensor in unwrap(template.model).state_dict().items()}
+    weights = whole_tensors(unwrap(template.model).state_dict())
     return {"steps": metrics["step"], "weights": weights, "lr": metrics["learning_rate"]}
 
 
@@ -142,7 +149,7 @@ def train_engine(config: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             step += 1
             live.step(step=step)
-    weights = {name: tensor.float().numpy() for name, tensor in unwrap(model).state_dict().items()}
+    weights = whole_tensors(unwrap(model).state_dict())
     return {"steps": step, "weights": weights, "lr": optimizer.param_groups[0]["lr"]}
 
 
@@ -232,6 +239,15 @@ LOOPS: dict[str, Loop] = {
 }
 
 
+#: Loops in which each rank has a part of the state that no other rank has.
+DIVIDED: dict[str, Loop] = {
+    "file with ZeRO 2": (train_declared, FILES["convolutional"] + "engine: {zero_stage: 2}\n"),
+    "template with ZeRO 3": (train_template, {"zero_stage": 3}),
+    "template with ZeRO 1 in bf16-true": (train_template, {"zero_stage": 1, "precision": "bf16-true"}),
+    "engine with ZeRO 2": (train_engine, {"zero_stage": 2}),
+}
+
+
 @pytest.fixture(scope="module")
 def calm() -> dict[str, Any]:
     """Results without a death, by the name of the loop."""
@@ -255,6 +271,29 @@ def test_loop_continues_from_the_memory_of_survivors(
     )
     (continued,) = events_of(trainer, "continued")
     assert (continued["ranks"], continued["source"], continued["num_repeated"]) == ([1], 0, 1)
+    assert (value["steps"], value["lr"]) == (whole["steps"], whole["lr"])
+    for key, tensor in whole["weights"].items():
+        assert np.array_equal(tensor, value["weights"][key]), f"{key} differs"
+
+
+@pytest.mark.parametrize("moment", MOMENTS[1:])
+@pytest.mark.parametrize("name", DIVIDED)
+def test_loop_with_parts_of_the_state_continues_from_memory_copies(
+    trainer: raysgd.Trainer, calm: dict[str, Any], tmp_path: Path, name: str, moment: str
+) -> None:
+    train, given = DIVIDED[name]
+    values = values_of(given, tmp_path) if isinstance(given, str) else given
+    if name not in calm:
+        calm[name] = trainer.run(train, {"values": values, "folder": str(tmp_path), "moment": ""}, callbacks=quiet())
+    config = {"values": values, "folder": str(tmp_path), "moment": moment}
+    value, whole = trainer.run(train, config, callbacks=quiet()), calm[name]
+    _, second = events_of(trainer, "attempt_start")
+    assert second["live"] is not None and (second["checkpoint"], second["memory"]) == (None, None), events_of(
+        trainer, "warning"
+    )
+    (continued,) = events_of(trainer, "continued")
+    assert continued["ranks"] == [1] and "from memory copies" in continued["why"]
+    assert 1 <= continued["num_repeated"] <= DIES_AT
     assert (value["steps"], value["lr"]) == (whole["steps"], whole["lr"])
     for key, tensor in whole["weights"].items():
         assert np.array_equal(tensor, value["weights"][key]), f"{key} differs"

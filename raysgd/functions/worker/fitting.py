@@ -31,7 +31,7 @@ from raysgd.functions.worker.predicting import load_start, rows_on_all_devices
 from raysgd.functions.worker.steps import Steps, find_steps, mesh_of
 from raysgd.functions.worker.train_state import TrainState, cast, fetch
 from raysgd.session import api, context, rank_state
-from raysgd.session.live.state import LiveState
+from raysgd.session.live.state import CopiedParts, LiveState
 from raysgd.train.loop import LoopPosition, LoopSettings, Stepper
 from raysgd.train.loop import train as run_loop
 
@@ -92,7 +92,10 @@ class Fitting(Stepper):
         if is_new and settings.eval_sanity_check and settings.has_eval:
             self._check_evaluation()
         # Each rank reads all rows, and the numbers that collate_fn draws depend on them: all ranks have the same state.
-        self._live = context.current().own_live_state({}, has_own_state=False, problem=self._steps.live_problem)
+        self._live = context.current().own_live_state(
+            {"state": CopiedParts()} if self._steps.changes_in_place and api.world_size() > 1 else {},
+            has_own_state=False,
+        )
         loop_settings = LoopSettings(
             epochs=None if settings.takes_epochs else settings.last_epoch,
             validate_every_epochs=1 if settings.has_eval else None,
@@ -364,8 +367,13 @@ class Fitting(Stepper):
     def _state_after(
         self, state: TrainState, unread: Any, shown: Mapping[str, Any], at: LoopPosition, sums: list[float], *more: Any
     ) -> Any:
-        """Return the state after a step as a checkpoint has it, in the memory of the host, and what is reported of it."""
-        arrays, metrics = fetch((state.state_dict(), unread))
+        """Return the state after a step as a checkpoint has it, and what is reported of it.
+
+        A state that is not copied at once is in the memory of the host.
+        """
+        assert self._live is not None
+        kept = state.state_dict()
+        arrays, metrics = (kept, fetch(unread)) if self._live.is_copied else fetch((kept, unread))
         progress = self._progress(at, sums if metrics is None else _added(sums, metrics)[0], *more)
         reported = {name: np.asarray(value) if hasattr(value, "dtype") else value for name, value in shown.items()}
         return {"train_state": arrays, "progress": {**progress, "metrics": reported}}

@@ -35,13 +35,13 @@ from raysgd.functions.worker.train_state import (
     StepState,
     TrainState,
     hyperparameters_of,
+    is_kept,
     key_like,
     params_like,
     restore_arrays,
     set_hyperparameters,
     set_schedule_step,
     state_like,
-    why_not_kept,
     with_plain_keys,
     zero_shardings,
 )
@@ -117,8 +117,8 @@ class Steps:
 
     Attributes:
         num_compilations: How often each step has been compiled, by name; since `find_steps` returned these steps.
-        live_problem: Why the state before a step is not kept until the next one is complete, by each process, so that training
-            could continue from it; None if it is, or if there is one process.
+        changes_in_place: Whether a step reuses the memory of the state before it. If not, each process keeps the whole state
+            until the next step is complete, and training can continue from it.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Steps:
         self._like = None if optimizer is None else state_like(mesh, plan, optimizer, apply_fn, self._others_like)
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self._like)
         num_processes = len({device.process_index for device in mesh.devices.flat})
-        self.live_problem = None if num_processes == 1 else why_not_kept(self._like)
+        self.changes_in_place = num_processes == 1 or not is_kept(self._like)
         self._own_step_fn = train_step_fn
         self._steps_per_update = steps_per_update
         self._is_loss_of_rows: dict[bool, bool] = {}
@@ -174,7 +174,7 @@ class Steps:
             "train",
             self._train_step if train_step_fn is None else self._own_train_step,
             num_parts=self._num_micro,
-            donate_argnums=0 if num_processes == 1 or self.live_problem else (),
+            donate_argnums=0 if self.changes_in_place else (),
             out_shardings=(self._shardings, self._replicated),
         )
         self._eval = self._compiled("eval_loss", self._eval_step, out_shardings=self._replicated)
@@ -330,7 +330,7 @@ class Steps:
         """Apply one update.
 
         Args:
-            state: The state, whose memory may be reused: it must not be used afterwards, unless `live_problem` is None.
+            state: The state, whose memory may be reused: it must not be used afterwards, unless not `changes_in_place`.
             batch: A tree of arrays from `place_batch`.
             num_counted: How many rows count, the first ones; the others are padding. None: all.
 

@@ -62,17 +62,11 @@ class TrainState:
         return as_nested_dict(self)
 
 
-def why_not_kept(like: TrainState | None) -> str | None:
-    """Return why a process does not keep the whole state before each step, or None if it does."""
+def is_kept(like: TrainState | None) -> bool:
+    """Return whether a process keeps the whole state before each step, as it can if it has all of it and it is not too large."""
     leaves = jax.tree.leaves(like)
-    if any(_num_own(leaf) < math.prod(leaf.shape) for leaf in leaves):
-        return "each worker has a shard of the state, and those of a dead one are nowhere else"
-    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    if num_bytes > MAX_KEPT_BYTES:
-        return (
-            f"the state of {num_bytes >> 20} MiB is changed in place; up to {MAX_KEPT_BYTES >> 20} MiB are kept twice"
-        )
-    return None
+    is_whole = all(_num_own(leaf) == math.prod(leaf.shape) for leaf in leaves)
+    return is_whole and sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) <= MAX_KEPT_BYTES
 
 
 def _num_own(leaf: Any) -> int:

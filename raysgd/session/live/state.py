@@ -80,7 +80,23 @@ class LiveParts(Protocol):
     """An object of several parts, such as `raysgd.Engine`, which loads and saves them itself."""
 
     def live_parts(self) -> Mapping[str, Any]:
-        """Return the objects to hold, by name, or raise why their state cannot be held."""
+        """Return the objects to hold, by name."""
+
+    def live_copy(self) -> Callable[[], Mapping[str, Any]] | None:
+        """Return what returns this rank's part of a copy of the state; None: each rank holds all, by `live_parts`."""
+
+
+@final
+class CopiedParts:
+    """Parts that are in the values of each step, and are copied to memory with them."""
+
+    def live_parts(self) -> dict[str, Any]:
+        """Return nothing to hold."""
+        return {}
+
+    def live_copy(self) -> Callable[[], dict[str, Any]]:
+        """Return what adds nothing to the values."""
+        return dict
 
 
 class NotComputedError(Exception):
@@ -116,6 +132,7 @@ class LiveState:
             state.
 
     Attributes:
+        is_copied: No other rank holds this rank's part, so that the state is copied to memory from time to time.
         is_changing: An optimizer has begun to change the state, which `step` ends.
         num_steps: Complete steps.
         marks: The newest marks of this rank, oldest first.
@@ -123,9 +140,14 @@ class LiveState:
 
     def __init__(self, session: Attempt | None, objects: Mapping[str, Any], *, has_own_state: bool = True) -> None:
         self._has_parts = any(isinstance(given, LiveParts) for given in objects.values())
+        self._copies: list[Callable[[], Mapping[str, Any]]] = []
         for name, given in list(objects.items()):
             if isinstance(given, LiveParts):
-                objects = {**{key: each for key, each in objects.items() if key != name}, **given.live_parts()}
+                copy_of_parts = given.live_copy()
+                parts = given.live_parts() if copy_of_parts is None else {}
+                objects = {**{key: each for key, each in objects.items() if key != name}, **parts}
+                self._copies += [] if copy_of_parts is None else [copy_of_parts]
+        self.is_copied = bool(self._copies)
         for name, given in objects.items():
             if not hasattr(given, "state_dict") and not isinstance(given, Snapshots):
                 raise UsageError(
@@ -182,7 +204,8 @@ class LiveState:
             SessionError: The attempt is over.
         """
         self._values, session = values, self._session
-        if session is not None and not (self._note_tensors() or self.is_changing) and self._tensors:
+        has_tensors = bool(self._tensors) or self.is_copied
+        if session is not None and not (self._note_tensors() or self.is_changing) and has_tensors:
             session.check_live()
             return
         copied = _copied(values) if session is not None else values
@@ -227,7 +250,7 @@ class LiveState:
 
     def take(self) -> KeptState | None:
         """Return the state of the newest complete step; None if there is none, or if it was changed since."""
-        if not self._complete or self._session is None or self.is_changing:
+        if not self._complete or self._session is None or self.is_changing or self.is_copied:
             return None
         if self._note_tensors(lists_parameters=True):
             return None
@@ -250,6 +273,7 @@ class LiveState:
             holding.clear()
         for named in (self._optimizers, self._snapshots, self._copied):
             named.clear()
+        self._copies.clear()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -268,7 +292,7 @@ class LiveState:
             needs_start = self.num_steps < (self._complete.maxlen or 1)
             self._session.on_complete_step(needs_start=needs_start, is_whole=not self._pieces)
             if not is_same_step:
-                self._copy_to_memory(self._session)
+                self._copy_to_memory(self._session, values)
 
     def _record(self, session: Attempt, values: Callable[[], Mapping[str, Any]], *, is_same_step: bool) -> None:
         """Record what belongs to the step that is complete now, except for the tensors that are not copied."""
@@ -417,6 +441,9 @@ class LiveState:
         """Find out which ranks hold the same."""
         if self._pieces is not None:
             return
+        if self.is_copied:
+            self._pieces, self._interval = tuple(range(session.world_size)), CopyInterval()
+            return
         torch = imported("torch")
         if torch is None or session.world_size == 1 or len(self._snapshots) == len(self._objects):
             self._pieces = ()
@@ -430,12 +457,15 @@ class LiveState:
             device = next(iter(self._named_tensors()))[1].device
             self._agreement = Agreement(session.world_rank, session.world_size, device)
 
-    def _copy_to_memory(self, session: Attempt) -> None:
+    def _copy_to_memory(self, session: Attempt, values: Callable[[], Mapping[str, Any]]) -> None:
         """Copy the state, if it is time to."""
         if self._interval is None or not self._interval.is_due(self.num_steps):
             return
         began = time.monotonic()
-        session.copy_to_memory(self.num_steps, self.state_dict())
+        state = {name: _state_dict(given) for name, given in self._objects.items()}
+        for part in (*self._copies, values):
+            state |= part()
+        session.copy_to_memory(self.num_steps, state)
         times = self._interval.measure(self.num_steps, began, time.monotonic())
         self._interval.on_copied(self.num_steps, session.gather(times))
 
