@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import tempfile
 from datetime import date
 from pathlib import Path
@@ -139,6 +140,7 @@ def _why(run: Any) -> list[dict[str, Any]]:
     from raysgd.runs.reading import read_events
 
     evidence = Evidence.of(read_events(Storage.from_uri(str(run))))
+    shutil.rmtree(Path(run, "checkpoints"), ignore_errors=True)  # tens of gigabytes
     return [vars(finding) for finding in find_causes(evidence, RULES)]
 
 
