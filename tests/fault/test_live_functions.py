@@ -123,6 +123,7 @@ def test_parts_of_the_state_are_copied_to_memory(ray_cluster: Any, tmp_path: Pat
         7, 2, num_workers=2, devices_per_worker=1, verbose=False, failure_config=failure, workdir=tmp_path / "runs"
     ) as deployer:
         calm = fit(deployer, tmp_path / "calm", is_divided=True)
+        (tmp_path / "read").touch()  # the worker dies in the first epoch, before anything is saved
         result = fit(deployer, tmp_path, 1, 0.004, is_divided=True)
     second = events_of(result, "attempt_start")[1]
     assert (second["checkpoint"], second["memory"]) == (None, None) and second["live"] is not None, events_of(

@@ -271,7 +271,9 @@ class CheckpointCoordinator:
         furthest = max((mark.step + mark.is_in_step for marks in known for mark in marks), default=0)
         start = self._find_start(world_size, furthest)
         found = self.find_live(live, world_size)
-        if isinstance(found, str) and start.copied is None:
+        copied = self._copies.index.newest
+        has_newer = copied is not None and self.in_memory is not copied  # a checkpoint in memory
+        if isinstance(found, str) and start.copied is None and not has_newer:
             where = f"checkpoint {start.number}" if start.is_checkpoint else "the beginning"
             self._emit(c.warning(f"training continues from {where}, not from a live state: {found}"))
         elif found is not None and not isinstance(found, str):
