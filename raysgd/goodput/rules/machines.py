@@ -7,7 +7,7 @@ from raysgd.goodput.findings import Finding
 
 #: Below these parts of a step, waiting for a processor or for memory is what any machine does.
 CPU_SHARE, MEMORY_SHARE = 0.1, 0.05
-#: Writing checkpoints is worth a word about processors if it goes on for this part of the time.
+#: Writing checkpoints is worth a word about processors if it takes this part of the time.
 WRITING_SHARE = 0.5
 
 
