@@ -290,6 +290,7 @@ def test_status_shows_what_the_files_say(run: Run, runs: Path) -> None:
     assert facts["state"] == "error: ValueError: bad row"
     assert facts["iteration"] == "1" and facts["failures"] == "1" and facts["workers"] == "2 x torch"
     assert facts["metrics"] == "loss=1.5 val/acc=0.25"
+    assert facts["goodput"] == "0%: raysgd why failed/run_001", "no rank has entered train_func"
     assert "rank 1 died" in out
     shown = json.loads(run("status", "failed", "--storage-path", "runs", "--json")[1])
     assert shown["message"] == "ValueError: bad row\nmore" and shown["command_line"] == ["run", "train.py"]

@@ -165,8 +165,10 @@ def status_command(run: str, storage_path: str, address: str | None, as_json: bo
 
 def _facts(state: RunState, checkpoints: list[str]) -> list[tuple[str, Any]]:
     from raysgd.callbacks.values import duration, metrics_text
+    from raysgd.goodput.ledger import Ledger
 
     is_over = state.state in ENDED
+    goodput = Ledger.of(state.events).goodput() if is_over else None  # of a live run the samples are missing here
     length_s = (state.ended_s if is_over else time.time()) - state.started_s
     facts: list[tuple[str, Any]] = [
         ("run", state.name),
@@ -177,6 +179,7 @@ def _facts(state: RunState, checkpoints: list[str]) -> list[tuple[str, Any]]:
         ("iteration", state.iteration),
         ("metrics", metrics_text(state.own_metrics) or None),
         ("workers", f"{state.world_size} x {state.description.get('backend', '?')}"),
+        ("goodput", None if goodput is None else f"{goodput:.0%}: raysgd why {state.name}"),
         ("failures", state.num_failures),
         ("checkpoints", f"{len(checkpoints)}, newest {checkpoints[-1]}" if checkpoints else 0),
     ]
