@@ -6,6 +6,7 @@ import html
 import json
 import signal
 import socket
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from raysgd.cli.main import main
 from raysgd.cli.runs.finding import find_run, with_live
 from raysgd.controller.journal import journal
 from raysgd.errors import ConfigError
+from raysgd.goodput.spans import RankSteps, Step
 from raysgd.result import RunStatus
 from raysgd.runs.output import clean
 from raysgd.runs.state import StateReader, read_state
@@ -296,6 +298,23 @@ def test_status_shows_what_the_files_say(run: Run, runs: Path) -> None:
     assert shown["message"] == "ValueError: bad row\nmore" and shown["command_line"] == ["run", "train.py"]
     assert [event["kind"] for event in shown["events"]] == ["failure"]
     assert "live in another one, or lost" in run("status", "exp", "--storage-path", "runs")[1]
+
+
+# -- trace -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["cut", "junk", "other content", "no events"])
+def test_damaged_files_of_a_trace_are_named(run: Run, runs: Path, damage: str) -> None:
+    step = Step(3, 2, ((1_000_000, "training"),), 2_000_000)
+    content = RankSteps(1, 0, "node", 0, 0.0, None, True, (step,)).encode()
+    damaged = {"cut": content[:-30], "junk": b"junk", "other content": zlib.compress(b"[1]"), "no events": content}
+    folder = runs / "exp" / "run_001"
+    (folder / "trace").mkdir()
+    (folder / "trace" / "attempt_0001_rank_00000.json.gz").write_bytes(damaged[damage])
+    if damage == "no events":
+        (folder / "events.jsonl").write_text("")
+    status, out, err = run("trace", "runs/exp/run_001", "-o", str(runs / "out.json"))
+    assert (status, out) == (1, "") and "is damaged" in err and "Traceback" not in err
 
 
 # -- compare -----------------------------------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ def test_a_rank_without_a_processor_does_everything_longer() -> None:
         rank1={"training": 0.14, "waiting": 0.01, "callbacks": 0.011, "cpu_wait_s": 0.125},
     )
     assert found[0].cause == "straggler" and "had its processors" in found[0].text
+    assert found[0].remedy == "give its node to this run alone, or exclude the node."
     assert found[0].gain == pytest.approx(0.161 / (0.161 - 0.125), rel=0.02)
 
 

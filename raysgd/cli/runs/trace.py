@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from raysgd.cli.console import FAILED, SUCCEEDED, address_flag, json_flag, print
 from raysgd.cli.flags import Parsed
 from raysgd.cli.runs.completing import run_argument
 from raysgd.cli.runs.finding import find_run
-from raysgd.errors import ConfigError
+from raysgd.errors import CheckpointCorruptError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -77,7 +78,9 @@ def command(
     number = min(choices, key=lambda number: distance(choices[number], first, last))
     chosen, kept = choices[number], kept_by_attempt[number]
     ranks = _read(folder, found[number])
-    trace = make_trace(read_events(folder), ranks, frozenset(chosen))
+    if not (events := read_events(folder)):
+        raise CheckpointCorruptError(f"{folder.path_of('events.jsonl')} is damaged: it has no events")
+    trace = make_trace(events, ranks, frozenset(chosen))
     default = f"{run_name(folder).replace('/', '-')}-steps-{chosen[0]}-{chosen[-1]}.json.gz"
     path = Path(output or default).expanduser().absolute()
     try:
@@ -91,7 +94,8 @@ def command(
         print_json({"file": str(path), "steps": chosen, "kept": kept, **meta})
         return SUCCEEDED
     if steps is not None and chosen != list(range(first, last + 1)):
-        print(f"Of steps {first}-{last}, not all are kept. Kept in attempt {number}: {_ranges(kept)}.")
+        some = "not all" if any(first <= each <= last for each in chosen) else "none"
+        print(f"Of steps {first}-{last}, {some} are kept. Kept in attempt {number}: {_ranges(kept)}.")
     errors = trace["otherData"]["clock_error_ms"]
     known = [f"{node} " + ("by its own clock" if ms is None else f"±{ms:.1f} ms") for node, ms in errors.items()]
     clocks = f"; clocks: {', '.join(known)}" if len(known) > 1 else ""
@@ -128,8 +132,15 @@ def _read(folder: Storage, names: Iterable[str]) -> list[RankSteps]:
     from raysgd.goodput.spans import FOLDER, RankSteps
 
     files = folder.child(FOLDER)
+
+    def read(name: str) -> RankSteps:
+        try:
+            return RankSteps.decode(files.read_bytes(name))
+        except (zlib.error, ValueError, TypeError, LookupError) as error:
+            raise CheckpointCorruptError(f"{files.path_of(name)} is damaged: {error}") from error
+
     with ThreadPoolExecutor(_NUM_READERS) as pool:
-        return list(pool.map(lambda name: RankSteps.decode(files.read_bytes(name)), names))
+        return list(pool.map(read, names))
 
 
 def _ranges(numbers: Sequence[int]) -> str:

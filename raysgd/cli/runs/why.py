@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping
+from textwrap import fill
 from typing import Any
 
 import click
@@ -40,13 +43,20 @@ def command(run: str, storage_path: str, address: str | None, as_json: bool) -> 
     width = max((len(each["cause"]) for each in causes), default=0)
     for number, each in enumerate(causes, 1):
         gain = "" if each["gain"] is None else f" Expected: {each['gain']:.2f}x."
-        print(f"{number}  {each['cause']:<{width}}  {each['share']:>4.0%}  {each['text']}")
-        print(f"{'':{width + 10}} {each['remedy'][:1].upper()}{each['remedy'][1:]}{gain}")
+        indent = " " * (width + 11)
+        print(_folded(f"{number}  {each['cause']:<{width}}  {each['share']:>4.0%}  {each['text']}", indent))
+        print(_folded(f"{indent}{each['remedy'][:1].upper()}{each['remedy'][1:]}{gain}", indent))
     if summary["goodput"] is not None and not causes:
         print("no cause of slowness was found.")
     for line in summary["unseen"]:
         print(f"{line}.")
     return SUCCEEDED
+
+
+def _folded(line: str, indent: str) -> str:
+    """Return a line in parts as long as the terminal is wide, if there is one that is wide enough for that."""
+    width = shutil.get_terminal_size().columns
+    return fill(line, width, subsequent_indent=indent) if sys.stdout.isatty() and width > 2 * len(indent) else line
 
 
 def _describe(summary: Mapping[str, Any]) -> str:
@@ -57,4 +67,6 @@ def _describe(summary: Mapping[str, Any]) -> str:
     uses = ", ".join(f"{WORDS[use]} {share:.0%}" for share, use in parts if share >= 0.005)
     paused_s = summary["seconds"].get(PAUSED, 0.0) / max(1, workers)
     pause = f" (and {duration(paused_s)} paused)" if paused_s else ""
-    return f"goodput {summary['goodput']:.0%} of {duration(summary['length_s'] - paused_s)} x {workers} workers{pause}: {uses}"
+    length = duration(summary["length_s"] - paused_s)
+    plural = "s" * (workers > 1)
+    return f"goodput {summary['goodput']:.0%} of {length} x {workers} worker{plural}{pause}: {uses}"

@@ -77,7 +77,8 @@ def find(evidence: Evidence) -> Finding | None:
             return None
         busy = evidence.busy.get(slowest.rank, "other processes")
         why = f"; {busy} had its processors for {pace.cpu_wait_s / pace.step_s:.0%} of the time"
-        remedy = "give its node to this run alone, or exclude the node."
+        first = "end that process" if slowest.rank in evidence.busy else "give its node to this run alone"
+        remedy = f"{first}, or exclude the node."
         # Whatever the rank does takes longer, and the others wait for all of it.
         others = slowest.others.values()
         saved_s = max(
