@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident, get_native_id
@@ -193,9 +193,18 @@ class Uses:
         self.base = self.running[0] = base
         self.recorder.change(self._since, self.running[-1].index)
 
-    def now(self) -> tuple[Stopwatch, float]:
-        """Return the use that has the time now, and its seconds that are not counted yet. Any thread may ask."""
-        return self.running[-1], self.clock() - self._since
+    def seconds_of(self, watches: Collection[Stopwatch]) -> list[float]:
+        """Return the seconds of all stopwatches up to now. Any thread may ask."""
+        while True:
+            since, running = self._since, self.running[-1]
+            seconds = [watch.seconds for watch in watches]
+            now = self.clock()
+            # The timed thread counts meanwhile, as may this one if Python collects garbage here: then read again.
+            if self._since is since:
+                return [
+                    spent_s + (now - since) * (watch is running)
+                    for watch, spent_s in zip(watches, seconds, strict=True)
+                ]
 
 
 class Stopwatch:
@@ -233,7 +242,7 @@ class Stopwatch:
 
     def add(self, seconds: float) -> None:
         """Count time that has just passed, which the thread spent here without a block."""
-        running, now = self._uses.now()[0], self._uses.clock()
+        running, now = self._uses.running[-1], self._uses.clock()
         self.seconds += seconds
         running.seconds -= seconds
         self._uses.recorder.insert(now - seconds, now, self.index, running.index)
@@ -407,9 +416,8 @@ class Progress:
 
         Without uses that had none. Any thread may ask.
         """
-        running, since_s = self._uses.now()
-        seconds = {use: watch.seconds + since_s * (watch is running) for use, watch in self._watches.items()}
-        return {use: round(spent_s, 4) for use, spent_s in seconds.items() if spent_s > 0}
+        seconds = zip(self._watches, self._uses.seconds_of(self._watches.values()), strict=True)
+        return {use: round(spent_s, 4) for use, spent_s in seconds if spent_s > 0}
 
     def work(self) -> dict[str, Any]:
         """Return what was read and exchanged since train_func was entered; see `BatchSizes.sums`. Any thread may ask."""

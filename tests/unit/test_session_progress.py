@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from types import SimpleNamespace
@@ -184,6 +185,26 @@ def test_time_after_a_pass_of_an_evaluation_is_evaluation_up_to_the_next_trainin
     assert progress.uses() == {"setup": 1, "training": 2 + 4 + 8 + 64, "evaluation": 16 + 32}
     # The first batch was trained with; of the second the pass of an evaluation followed, and the third is one of it.
     assert progress.batches.sums["train"][:4] == [1, 2, 6, 2 + 4]
+
+
+def test_a_garbage_collection_in_the_reading_counts_nothing_twice() -> None:
+    """It may begin at any allocation, which the number of objects before it decides."""
+    threshold = gc.get_threshold()
+    try:
+        for number in range(80):
+            clock = Clock()
+            progress = Progress(clock)
+            progress.enter()
+            with progress.timed_garbage_collection():
+                gc.set_threshold(10_000)
+                gc.collect()
+                clock.now += 1000
+                gc.set_threshold(80)
+                kept: list[list[int]] = [[] for _ in range(number)]
+                uses = progress.uses()
+            assert len(kept) == number and sum(uses.values()) == 1000, number
+    finally:
+        gc.set_threshold(*threshold)
 
 
 def test_evaluation_ends_when_the_model_is_to_be_trained_again() -> None:
