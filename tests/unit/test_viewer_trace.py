@@ -333,7 +333,7 @@ def test_command_says_which_steps_are_kept(
     monkeypatch.chdir(tmp_path)
     assert main(["trace", str(run_dir), "--steps", "90-91"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Of steps 90-91, not all are kept. Kept in attempt 2: 3-7."
+    assert lines[0] == "Of steps 90-91, none are kept. Kept in attempt 2: 3-7."
     assert lines[1] == "steps 6-7 of attempt 2 on 2 ranks; clocks: n0 ±1.0 ms, n1 by its own clock"
     with gzip.open(tmp_path / "exp-run_001-steps-6-7.json.gz") as file:
         check_format(json.load(file))
