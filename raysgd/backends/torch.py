@@ -197,7 +197,6 @@ class TorchBackend(Backend):
         self._config = config
         self._rendezvous: Rendezvous | None = None
         self._store: Any = None
-        self._left_store: Any = None
         self._exchange: ExchangeWatch | None = None
         self._world_size = 1
         self._began_ns = 0
@@ -268,8 +267,7 @@ class TorchBackend(Backend):
         torch_groups.leave_all()  # whatever still refers to a group: its peers must see that this rank has left
         gc.collect()  # a traceback or a cycle that refers to the group keeps its sockets open
         torch_groups.destroy_all()
-        # Ranks that are late may still ask the store, on rank 0, what the group has agreed on; see `LiveState`.
-        self._left_store, self._store = self._store or self._left_store, None
+        self._store = None
         if self._rendezvous is not None:
             self._rendezvous.close()
             remove_store_file(self._rendezvous)

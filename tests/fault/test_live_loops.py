@@ -20,18 +20,18 @@ from raysgd.declarative.reading import args_of
 from raysgd.declarative.strategies import engine_fields
 from raysgd.declarative.values import Importer
 from raysgd.engine.config import EngineConfig
-from support.runs import events_of, once, quiet, travels_by_value
+from support.runs import events_of, make_trainer, once, quiet, travels_by_value
 
 pytestmark = [pytest.mark.shared_trainer, pytest.mark.fault, pytest.mark.timeout(240)]
 travels_by_value(__name__)
 
-TRAINER = {
+OF_A_DEATH: dict[str, Any] = {
     "num_workers": 2,
-    "backend": "torch",
     "failure_config": raysgd.FailureConfig(max_failures=3, num_spares=1),
     "seed": 3,
     "deterministic": True,
 }
+TRAINER = {"backend": "torch", **OF_A_DEATH}
 TESTS = str(Path(__file__).parents[1])
 #: The optimizer's step in which a rank dies, in the middle of an epoch.
 DIES_AT = 7
@@ -127,17 +127,21 @@ def train_engine(config: dict[str, Any]) -> dict[str, Any]:
     """Train in an own loop with the engine."""
     import torch
     from torch import nn
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     from raysgd.torch.model import unwrap
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1))
-    batches = torch.randn(96, 5).split(4)[raysgd.world_rank() :: raysgd.world_size()]
     engine = raysgd.Engine(**config["values"])
+    is_one_replica = engine.config.tensor_parallel > 1
+    middle = [nn.ReLU()] if is_one_replica else [nn.BatchNorm1d(16), nn.Dropout(0.2)]
+    model = nn.Sequential(nn.Linear(5, 16), *middle, nn.Linear(16, 1))
+    batches = torch.randn(96, 5).split(4)[0 if is_one_replica else raysgd.world_rank() :: raysgd.world_size()]
     model, optimizer, scheduler, _, _ = engine.compose(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
         lr_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95),
+        tensor_plan={"0": ColwiseParallel(), "2": RowwiseParallel()} if is_one_replica else None,
     )
     torch.manual_seed(1 + raysgd.world_rank())
     live = raysgd.live_state(engine=engine)
@@ -253,10 +257,31 @@ DIVIDED: dict[str, Loop] = {
 }
 
 
+TENSOR = "engine with tensor parallelism"
+
+
 @pytest.fixture(scope="module")
 def calm() -> dict[str, Any]:
     """Results without a death, by the name of the loop."""
     return {}
+
+
+def run_with_a_death(
+    trainer: raysgd.Trainer, calm: dict[str, Any], folder: Path, name: str, moment: str
+) -> dict[str, Any]:
+    """Run a loop in which rank 1 dies, and check that the result is that without a death; return the second attempt's start."""
+    train, given = {**LOOPS, **DIVIDED, TENSOR: (train_engine, {"tensor_parallel": 2})}[name]
+    values = values_of(given, folder) if isinstance(given, str) else given
+    config = {"values": values, "folder": str(folder)}
+    if name not in calm:
+        calm[name] = trainer.run(train, {**config, "moment": ""}, callbacks=quiet())
+    value, whole = trainer.run(train, {**config, "moment": moment}, callbacks=quiet()), calm[name]
+    assert (value["steps"], value["lr"]) == (whole["steps"], whole["lr"])
+    for key, tensor in whole["weights"].items():
+        assert np.array_equal(tensor, value["weights"][key]), f"{key} differs"
+    assert not events_of(trainer, "warning")
+    _, second = events_of(trainer, "attempt_start")
+    return second
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -264,21 +289,10 @@ def calm() -> dict[str, Any]:
 def test_loop_continues_from_the_memory_of_survivors(
     trainer: raysgd.Trainer, calm: dict[str, Any], tmp_path: Path, name: str, moment: str
 ) -> None:
-    train, given = LOOPS[name]
-    values = values_of(given, tmp_path) if isinstance(given, str) else given
-    if name not in calm:
-        calm[name] = trainer.run(train, {"values": values, "folder": str(tmp_path), "moment": ""}, callbacks=quiet())
-    config = {"values": values, "folder": str(tmp_path), "moment": moment}
-    value, whole = trainer.run(train, config, callbacks=quiet()), calm[name]
-    _, second = events_of(trainer, "attempt_start")
-    assert second["live"] is not None and (second["checkpoint"], second["memory"]) == (None, None), events_of(
-        trainer, "warning"
-    )
+    second = run_with_a_death(trainer, calm, tmp_path, name, moment)
+    assert second["live"] is not None and (second["checkpoint"], second["memory"]) == (None, None)
     (continued,) = events_of(trainer, "continued")
     assert (continued["ranks"], continued["source"], continued["num_repeated"]) == ([1], 0, 1)
-    assert (value["steps"], value["lr"]) == (whole["steps"], whole["lr"])
-    for key, tensor in whole["weights"].items():
-        assert np.array_equal(tensor, value["weights"][key]), f"{key} differs"
 
 
 @pytest.mark.parametrize("moment", MOMENTS[1:])
@@ -286,21 +300,20 @@ def test_loop_continues_from_the_memory_of_survivors(
 def test_loop_with_parts_of_the_state_continues_from_memory_copies(
     trainer: raysgd.Trainer, calm: dict[str, Any], tmp_path: Path, name: str, moment: str
 ) -> None:
-    train, given = DIVIDED[name]
-    values = values_of(given, tmp_path) if isinstance(given, str) else given
-    if name not in calm:
-        calm[name] = trainer.run(train, {"values": values, "folder": str(tmp_path), "moment": ""}, callbacks=quiet())
-    config = {"values": values, "folder": str(tmp_path), "moment": moment}
-    value, whole = trainer.run(train, config, callbacks=quiet()), calm[name]
-    _, second = events_of(trainer, "attempt_start")
-    assert not events_of(trainer, "warning")
+    second = run_with_a_death(trainer, calm, tmp_path, name, moment)
     if name.startswith("file"):  # saved at the end of the epoch, after the newest copy, and still in memory
         assert (second["memory"], second["live"]) == (1, None)
     else:
-        assert (second["checkpoint"], second["memory"]) == (None, None) and second["live"] is not None
-        (continued,) = events_of(trainer, "continued")
-        assert continued["ranks"] == [1] and "from memory copies" in continued["why"]
-        assert 1 <= continued["num_repeated"] <= DIES_AT
-    assert (value["steps"], value["lr"]) == (whole["steps"], whole["lr"])
-    for key, tensor in whole["weights"].items():
-        assert np.array_equal(tensor, value["weights"][key]), f"{key} differs"
+        check_copied(trainer, second)
+
+
+def test_parts_of_layers_continue_from_memory_copies(ray_cluster: Any, tmp_path: Path) -> None:
+    with make_trainer(tmp_path / "runs", backend="torch", workers_per_replica=2, **OF_A_DEATH) as trainer:
+        check_copied(trainer, run_with_a_death(trainer, {}, tmp_path, TENSOR, MOMENTS[2]))
+
+
+def check_copied(trainer: raysgd.Trainer, second: dict[str, Any]) -> None:
+    assert (second["checkpoint"], second["memory"]) == (None, None) and second["live"] is not None
+    (continued,) = events_of(trainer, "continued")
+    assert continued["ranks"] == [1] and "from memory copies" in continued["why"]
+    assert 1 <= continued["num_repeated"] <= DIES_AT

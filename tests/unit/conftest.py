@@ -19,15 +19,24 @@ def loop() -> Iterator[Any]:
 
 @pytest.fixture
 def closed_live_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close each live state after its test, as the worker does when train_func has left."""
+    """Close each live state after its test, and each holder of one, as the worker does when train_func has left."""
     from raysgd.session.live.state import LiveState
+    from raysgd.workers.process.live import LiveHolder
 
-    made: list[LiveState] = []
-    init = LiveState.__init__
-    monkeypatch.setattr(LiveState, "__init__", lambda live, *given: init(live, *given) or made.append(live))
+    states, holders = _made(monkeypatch, LiveState), _made(monkeypatch, LiveHolder)
     yield
-    for live in made:
+    for live in states:
         live.close()
+    for holder in holders:
+        holder.release()
+
+
+def _made(monkeypatch: pytest.MonkeyPatch, kind: type) -> list[Any]:
+    """Return the list to which all objects of a class are added that a test makes."""
+    made: list[Any] = []
+    init: Any = kind.__init__  # type: ignore[misc]
+    monkeypatch.setattr(kind, "__init__", lambda one, *args, **given: init(one, *args, **given) or made.append(one))
+    return made
 
 
 @pytest.fixture

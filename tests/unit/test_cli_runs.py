@@ -9,6 +9,7 @@ import socket
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from raysgd.checkpoint.storage.storage import Storage
 from raysgd.cli import cluster
 from raysgd.cli.main import main
 from raysgd.cli.runs.finding import find_run, with_live
+from raysgd.cli.runs.why import folded
 from raysgd.controller.journal import journal
 from raysgd.errors import ConfigError
 from raysgd.goodput.spans import RankSteps, Step
@@ -298,6 +300,25 @@ def test_status_shows_what_the_files_say(run: Run, runs: Path) -> None:
     assert shown["message"] == "ValueError: bad row\nmore" and shown["command_line"] == ["run", "train.py"]
     assert [event["kind"] for event in shown["events"]] == ["failure"]
     assert "live in another one, or lost" in run("status", "exp", "--storage-path", "runs")[1]
+
+
+# -- why -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_terminal", "width"), [(True, 60), (True, 20), (False, 60)])
+def test_findings_are_folded_to_the_width_of_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: is_terminal))
+    indent, line = " " * 20, "1  straggler  33%   " + "rank 1 computes longer. " * 6
+    first, *others = folded(line, indent).splitlines()
+    assert " ".join([first, *others]).split() == line.split()
+    if is_terminal and width == 60:
+        assert others and max(map(len, (first, *others))) <= width
+        assert all(each.startswith(indent) for each in others)
+    else:
+        assert not others, "no terminal, or one that is too narrow"
 
 
 # -- trace -------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import socket
-from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,15 +24,7 @@ HELD = HeldStep(StepId(1, 7), positions={"data": {"epoch": 1}})
 STATE = {"model": {"weight": torch.arange(300_000.0), "steps": torch.tensor(3)}, "lr": [0.1, None], "step": 7}
 
 
-@pytest.fixture(autouse=True)
-def _released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Release what the holders of a test keep."""
-    made: list[LiveHolder] = []
-    init = LiveHolder.__init__
-    monkeypatch.setattr(LiveHolder, "__init__", lambda holder, *given: init(holder, *given) or made.append(holder))
-    yield
-    for holder in made:
-        holder.release()
+pytestmark = pytest.mark.usefixtures("closed_live_states")
 
 
 def holder_with(state: dict[str, Any]) -> tuple[LiveHolder, LiveReport]:

@@ -44,8 +44,8 @@ def command(run: str, storage_path: str, address: str | None, as_json: bool) -> 
     for number, each in enumerate(causes, 1):
         gain = "" if each["gain"] is None else f" Expected: {each['gain']:.2f}x."
         indent = " " * (width + 11)
-        print(_folded(f"{number}  {each['cause']:<{width}}  {each['share']:>4.0%}  {each['text']}", indent))
-        print(_folded(f"{indent}{each['remedy'][:1].upper()}{each['remedy'][1:]}{gain}", indent))
+        print(folded(f"{number}  {each['cause']:<{width}}  {each['share']:>4.0%}  {each['text']}", indent))
+        print(folded(f"{indent}{each['remedy'][:1].upper()}{each['remedy'][1:]}{gain}", indent))
     if summary["goodput"] is not None and not causes:
         print("no cause of slowness was found.")
     for line in summary["unseen"]:
@@ -53,7 +53,7 @@ def command(run: str, storage_path: str, address: str | None, as_json: bool) -> 
     return SUCCEEDED
 
 
-def _folded(line: str, indent: str) -> str:
+def folded(line: str, indent: str) -> str:
     """Return a line in parts as long as the terminal is wide, if there is one that is wide enough for that."""
     width = shutil.get_terminal_size().columns
     return fill(line, width, subsequent_indent=indent) if sys.stdout.isatty() and width > 2 * len(indent) else line

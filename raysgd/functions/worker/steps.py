@@ -330,7 +330,7 @@ class Steps:
         """Apply one update.
 
         Args:
-            state: The state, whose memory may be reused: it must not be used afterwards, unless not `changes_in_place`.
+            state: The state. It must not be used afterwards if the steps `changes_in_place`.
             batch: A tree of arrays from `place_batch`.
             num_counted: How many rows count, the first ones; the others are padding. None: all.
 

@@ -22,7 +22,7 @@ def find(evidence: Evidence) -> Finding | None:
             taken,
             f"checkpoints were being written for {evidence.writing_share:.0%} of the time, {number} of them, and each rank had "
             f"no processor for {evidence.processor_wait:.0%} of it.",
-            "save less often, or to memory in between (CheckpointConfig(storage_interval=)).",
+            "save less often, or write only each n-th save to storage (CheckpointConfig(storage_interval=n)).",
             1 / (1 - evidence.processor_wait),
         )
     every = "less often"

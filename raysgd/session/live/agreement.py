@@ -18,8 +18,8 @@ _NOTED_S, _AT_MOST_S = 0.05, 1.0
 _SECOND = "live/second"
 #: Seconds to connect to the store of rank 1. If it has died, torch tries again for so long.
 _CONNECT_S = 0.5
-#: The store that this process has opened: others may ask it after this rank has left, until it opens another one.
-_opened: list[Any] = []
+#: The stores of the newest group: other ranks may ask them after this one has left, until it joins another group with pieces.
+_kept: list[Any] = []
 
 
 @final
@@ -43,7 +43,8 @@ class Agreement:
         self._rank, self._world_size = rank, world_size
         self._number = torch.zeros(1, device=device)
         group: Any = dist.distributed_c10d._get_default_store()
-        self._stores = [group]  # in the order in which they are asked
+        _kept[:] = [group]
+        self._stores = _kept.copy()  # in the order in which they are asked
         needs_second = isinstance(group._underlying_non_prefix_store, dist.TCPStore)  # type: ignore[attr-defined]
         self._must_join = needs_second and rank != 1
         if needs_second and rank == 1:
@@ -94,7 +95,7 @@ class Agreement:
             towards_group.connect(address)
             host = towards_group.getsockname()[0]
         second = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        _opened[:] = [second]
+        _kept.append(second)
         group.set(_SECOND, f"{host} {second.port}")
         self._stores.append(second)
 
