@@ -185,9 +185,7 @@ class WorkerSession(Session):
     def save_checkpoint(
         self, state: Any, *, files: bool, metrics: Mapping[str, Any] | None, all_ranks: bool, allow_pickle: bool
     ) -> None:
-        self.check_live(ends_step=True)
-        if self._ended is not None:  # nobody waits for the parts of this checkpoint
-            return
+        self.check_live()
         if self.logical is not None:
             self.logical.check_outside("save_checkpoint()")
         self.progress.mark("save_checkpoint")
