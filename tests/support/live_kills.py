@@ -178,7 +178,7 @@ class Killer:
         holders: The ranks that hold the same piece of the state as this one.
     """
 
-    def __init__(self, folder: Path, plan: list[Kill], rank: int, holders: range) -> None:
+    def __init__(self, folder: Path, plan: list[Kill], rank: int, holders: range = range(NUM_RANKS)) -> None:
         self._folder = folder
         self._plan = plan
         self._rank = rank
