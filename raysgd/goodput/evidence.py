@@ -293,7 +293,9 @@ class Readings:
         self._moments: dict[int, list[float]] = {}
 
     def add(self, at: float, data: Mapping[str, Any]) -> None:
-        """Add the data of a sample, or of a rank that has left."""
+        """Add the data of a sample, or of a rank that has left, without what came after its last step."""
+        if after := data.get("after"):
+            data = {**data, "uses": {use: spent_s - after.get(use, 0.0) for use, spent_s in data["uses"].items()}}
         if data.get("steps", 0) > FIRST_STEPS:
             made, moments = self._of_rank.setdefault(data["rank"], []), self._moments.setdefault(data["rank"], [])
             if self._only_ends:

@@ -41,12 +41,17 @@ class Entered:
 
 @dataclass(frozen=True)
 class Left:
-    """train_func was left; ``output`` is as in `Entered`, ``steps``, ``uses`` and ``work`` as `Progress` has them."""
+    """train_func was left; ``output`` is as in `Entered`, the others are as `Progress` has them.
+
+    Attributes:
+        after: What the time since the newest step began was used for: what follows the loop belongs to no step.
+    """
 
     output: tuple[OutputFile, ...] = ()
     steps: int = 0
     uses: dict[str, float] = field(default_factory=dict)
     work: dict[str, Any] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,11 @@ class SpanRecorder:
         self.change(max(since, numbers[-2]), use)
         self.change(now, after)
 
+    @property
+    def newest(self) -> array[float]:
+        """The newest step, as `copy` returns it."""
+        return self._numbers
+
     def copy(self) -> list[array[float]]:
         """Return the kept steps, each as one array: number, reports, and the time and the use of each change. Any thread may ask.
 
@@ -418,6 +423,17 @@ class Progress:
         """
         seconds = zip(self._watches, self._uses.seconds_of(self._watches.values()), strict=True)
         return {use: round(spent_s, 4) for use, spent_s in seconds if spent_s > 0}
+
+    def since_last_step(self) -> dict[str, float]:
+        """Return what the time since the newest step began was used for, in seconds; empty before the first. Timed thread."""
+        if not self._steps:
+            return {}
+        from raysgd.goodput.spans import Step  # the controller imports this module without it
+
+        sums: dict[str, float] = {}
+        for use, start, end in Step.of(self._uses.recorder.newest, self._clock(), USES, MAX_CHANGES).spans():
+            sums[use] = sums.get(use, 0.0) + (end - start) / 1e6
+        return {use: round(seconds, 4) for use, seconds in sums.items() if use in self._watches}
 
     def work(self) -> dict[str, Any]:
         """Return what was read and exchanged since train_func was entered; see `BatchSizes.sums`. Any thread may ask."""

@@ -73,6 +73,24 @@ def test_one_rank_waits_for_data() -> None:
     assert "rank 3 on node3 waits 40% of its steps for batches, the others 2%." in found[0].text
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_follows_the_loop_belongs_to_no_step(is_known: bool) -> None:
+    """Rank 0 writes the model for 2 s at the end; another rank is done."""
+    run = RunEvents()
+    run.start(2, joining_s=0.0)
+    for rank in (0, 1):
+        run.enter(rank)
+    run.at += 3
+    for rank in (0, 1):
+        run.sample(rank, 30, {}, training=3.0)
+    run.at += 5
+    for rank, after_s in enumerate((2.0, 0.0)):
+        more = {"after": {"training": after_s}} if is_known else {}
+        run.emit("left", rank=rank, attempt=1, steps=60, uses={"training": 6.0 + after_s}, **more)
+    run.emit("run_end")
+    assert [each.cause for each in find(run)] == ([] if is_known else ["straggler"])
+
+
 def test_one_rank_computes_longer() -> None:
     found = stepping(4, each={"training": 0.06, "waiting": 0.04}, rank2={"training": 0.1, "waiting": 0.0})
     assert [(each.cause, each.rank) for each in found] == [("straggler", 2)]

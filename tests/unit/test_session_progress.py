@@ -207,6 +207,21 @@ def test_a_garbage_collection_in_the_reading_counts_nothing_twice() -> None:
         gc.set_threshold(*threshold)
 
 
+def test_time_since_the_last_step_is_known_by_use() -> None:
+    clock = Clock()
+    progress = Progress(clock)
+    progress.enter()
+    clock.now += 1
+    assert progress.since_last_step() == {}
+    for seconds in (2, 4):
+        progress.mark("report")
+        clock.now += seconds
+    with progress.checkpoint:
+        clock.now += 8
+    assert progress.since_last_step() == {"training": 4, "checkpoint": 8}
+    assert progress.uses() == {"setup": 1, "training": 2 + 4, "checkpoint": 8}
+
+
 def test_evaluation_ends_when_the_model_is_to_be_trained_again() -> None:
     clock = Clock()
     progress = Progress(clock)

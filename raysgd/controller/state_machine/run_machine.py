@@ -270,6 +270,7 @@ class RunMachine:
                     self._on_grow(running)
             case e.Left():
                 data = {"rank": rank, "attempt": running.attempt, "steps": event.steps, "uses": event.uses}
+                data |= {"after": event.after} if event.after else {}
                 self._emit(c.RecordEvent("left", data | event.work | e.describe_output(event.output)))
 
     def _on_unsynchronized(self, running: Running, rank: int, message: str) -> None:

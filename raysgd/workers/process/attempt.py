@@ -143,6 +143,7 @@ class Attempt:
         self._large_value: bytes | None = None
         self._secrets: frozenset[str] = frozenset()
         self._uses: dict[str, float] = {}
+        self._after: dict[str, float] = {}
 
     # -- the stream's thread ----------------------------------------------------------------------------------
 
@@ -235,7 +236,7 @@ class Attempt:
                 try:
                     value = self._thread.call(function, config, self._enter)
                 finally:
-                    self._uses = progress.uses()
+                    self._uses, self._after = progress.uses(), progress.since_last_step()
                     self._step_file.write(is_over=True)
             self._warn_unsynchronized(is_over=True)
             return self._make_returned(value)
@@ -296,7 +297,7 @@ class Attempt:
         if not self.has_returned:
             self._leave_group()
         progress = self.session.progress
-        self._event_queue.put(Left(find_output(), progress.spent.steps, self._uses, progress.work()))
+        self._event_queue.put(Left(find_output(), progress.spent.steps, self._uses, progress.work(), self._after))
         self.session.close()
         # Saves must become durable however train_func ended. A rank that others wait for does not wait for memory copies.
         is_cause = isinstance(outcome, Returned) or (isinstance(outcome, Failed) and not outcome.in_collective)
