@@ -53,6 +53,11 @@ class Left:
     work: dict[str, Any] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
 
+    def describe(self) -> dict[str, Any]:
+        """Return what the run's record says of it."""
+        after = {"after": self.after} if self.after else {}
+        return {"steps": self.steps, "uses": self.uses, **self.work, **after, **describe_output(self.output)}
+
 
 @dataclass(frozen=True)
 class Reports:

@@ -269,9 +269,8 @@ class RunMachine:
                 if running.is_held:
                     self._on_grow(running)
             case e.Left():
-                data = {"rank": rank, "attempt": running.attempt, "steps": event.steps, "uses": event.uses}
-                data |= {"after": event.after} if event.after else {}
-                self._emit(c.RecordEvent("left", data | event.work | e.describe_output(event.output)))
+                data = {"rank": rank, "attempt": running.attempt, **event.describe()}
+                self._emit(c.RecordEvent("left", data))
 
     def _on_unsynchronized(self, running: Running, rank: int, message: str) -> None:
         """Warn once in a run, when all ranks train a model of their own: where some do not, others may train on purpose."""
