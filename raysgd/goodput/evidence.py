@@ -25,7 +25,7 @@ FEW_LATER = 0.25
 #: The time of an attempt is looked at in so many windows at most, in which each rank has a reading.
 MAX_WINDOWS = 32
 #: So many standard errors lie between what batches show about their cost, and what is taken to be certain.
-_STANDARD_ERRORS = 3
+STANDARD_ERRORS = 3
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Batches:
             return cls(rows / count, mean)
         slope = (products / count - mean * mean_s) / variance
         unexplained = max(0.0, seconds_squared / count - mean_s**2 - slope**2 * variance)
-        error = _STANDARD_ERRORS * sqrt(unexplained / variance / max(1, count - 2))
+        error = STANDARD_ERRORS * sqrt(unexplained / variance / max(1, count - 2))
         fixed_s = max(0.0, mean_s - max(0.0, slope + error) * mean)
         return cls(rows / count, mean, sqrt(variance), fixed_s, max(0.0, slope - error))
 

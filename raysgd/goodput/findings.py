@@ -10,6 +10,8 @@ from raysgd.goodput.evidence import Evidence
 
 #: A cause that costs less than this part of the workers' time is not named: it lies within what runs differ by.
 MIN_SHARE = 0.03
+#: Nor is a rank that differs from the others, if that cost the run fewer seconds: other processes of a node run in bursts.
+MIN_RANK_S = 0.5
 #: A cause has begun within the run if so many parts of its time show that, and one in `_DISSENT` says something else at most.
 _MIN_WINDOWS, _DISSENT = 4, 5
 #: Below this part of a step, no waiting was seen.
@@ -44,11 +46,14 @@ Rule = Callable[[Evidence], Finding | None]
 
 
 def find_causes(evidence: Evidence, rules: Sequence[Rule]) -> list[Finding]:
-    """Return what the rules find, the costliest first; none below `MIN_SHARE`."""
+    """Return what the rules find, the costliest first; none below `MIN_SHARE`, and of one rank none below `MIN_RANK_S`."""
+    run_s = evidence.held_s / evidence.num_workers
     found = [
         _dated(rule, finding, evidence)
         for rule in rules
-        if (finding := rule(evidence)) is not None and finding.share >= MIN_SHARE
+        if (finding := rule(evidence)) is not None
+        and finding.share >= MIN_SHARE
+        and (finding.rank is None or finding.share * run_s >= MIN_RANK_S)
     ]
     return sorted(found, key=lambda finding: finding.share, reverse=True)
 
@@ -65,7 +70,7 @@ def _dated(rule: Rule, finding: Finding, evidence: Evidence) -> Finding:
     # Of each place, how many parts before it have the cause, and how many from it on do not.
     dissent = [sum(is_there[:place]) + is_there[place:].count(False) for place in range(number)]
     first = min(range(number), key=lambda place: dissent[place])
-    if not first or dissent[first] * _DISSENT > number:
+    if not first or not is_there[first] or dissent[first] * _DISSENT > number:
         return finding
     since = evidence.windows[first].began
     clock = time.strftime("%H:%M:%S", time.localtime(since))

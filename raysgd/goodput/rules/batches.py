@@ -17,7 +17,7 @@ SLOW_BYTES_PER_S = 125e6
 def find_uneven(evidence: Evidence) -> Finding | None:
     """One rank has larger batches than the others, or the batches of each rank differ from step to step."""
     slowest = find_slowest(evidence)
-    if slowest is not None and slowest.has_larger_batches:
+    if slowest is not None and slowest.has_larger_batches and not slowest.has_larger_batches_by_chance:
         return _of_one(evidence, slowest)
     uneven_s, step_s = evidence.uneven_s, evidence.step_s
     if not step_s or uneven_s < EXCESS * step_s:

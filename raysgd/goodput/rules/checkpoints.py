@@ -25,6 +25,9 @@ def find(evidence: Evidence) -> Finding | None:
             "save less often, or write only each n-th save to storage (CheckpointConfig(storage_interval=n)).",
             1 / (1 - evidence.processor_wait),
         )
+    if gain is not None and machines.is_writing_alone(evidence):
+        saves = max(evidence.paces.values(), key=lambda pace: pace.uses.get("checkpoint", 0.0))
+        gain = gain_of(evidence.step_s, saves.uses.get("checkpoint", 0.0) + saves.cpu_wait_s)  # its threads write
     every = "less often"
     if best_s is not None and interval_s is not None and gain is not None:
         if best_s <= interval_s:

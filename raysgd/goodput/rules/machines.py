@@ -28,8 +28,13 @@ def find_processors(evidence: Evidence) -> Finding | None:
 
 
 def is_from_writing(evidence: Evidence) -> bool:
-    """Whether checkpoints that are being written take the processors: nobody else uses many."""
-    return not evidence.busy and evidence.writing_share >= WRITING_SHARE and evidence.processor_wait >= CPU_SHARE
+    """Whether all ranks wait for processors because checkpoints are being written."""
+    return evidence.processor_wait >= CPU_SHARE and is_writing_alone(evidence)
+
+
+def is_writing_alone(evidence: Evidence) -> bool:
+    """Whether checkpoints are being written, and nobody else uses many processors."""
+    return not evidence.busy and evidence.writing_share >= WRITING_SHARE
 
 
 def find_memory(evidence: Evidence) -> Finding | None:

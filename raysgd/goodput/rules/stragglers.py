@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import sqrt
 from statistics import median
 
-from raysgd.goodput.evidence import Evidence, Pace, gain_of
+from raysgd.goodput.evidence import STANDARD_ERRORS, Evidence, Pace, gain_of
 from raysgd.goodput.findings import Finding
 from raysgd.goodput.rules import machines
 
@@ -37,16 +38,23 @@ class Slowest:
     @property
     def has_larger_batches(self) -> bool:
         """Whether its batches have so many more values than those of the others that this is the cause."""
-        own, sizes = (
-            self.pace.batches,
-            [each.batches.values for each in self.others.values() if each.batches is not None],
-        )
-        if own is None or not sizes or not median(sizes):
+        own, size = self.pace.batches, self._size_of_others
+        if own is None or not size:
             return False
-        more = own.values - median(sizes)
         # Where batches differ, what a value takes is known; else the time is taken to be proportional.
-        value_s = own.value_s or self.others_s / median(sizes)
-        return more > 0 and value_s * more >= EXPLAINED * self.excess_s
+        value_s = own.value_s or self.others_s / size
+        return own.values > size and value_s * (own.values - size) >= EXPLAINED * self.excess_s
+
+    @property
+    def has_larger_batches_by_chance(self) -> bool:
+        """Whether batches that differ from step to step, in so few steps, may have become larger on one rank."""
+        own, size = self.pace.batches, self._size_of_others
+        return own is not None and own.values - size < STANDARD_ERRORS * own.spread * sqrt(2 / self.pace.steps)
+
+    @property
+    def _size_of_others(self) -> float:
+        sizes = [each.batches.values for each in self.others.values() if each.batches is not None]
+        return median(sizes) if sizes else 0.0
 
 
 def find_slowest(evidence: Evidence) -> Slowest | None:
@@ -79,12 +87,13 @@ def find(evidence: Evidence) -> Finding | None:
         why = f"; {busy} had its processors for {pace.cpu_wait_s / pace.step_s:.0%} of the time"
         first = "end that process" if slowest.rank in evidence.busy else "give its node to this run alone"
         remedy = f"{first}, or exclude the node."
-        # Whatever the rank does takes longer, and the others wait for all of it.
-        others = slowest.others.values()
-        saved_s = max(
-            pace.own_s - median(each.own_s for each in others),
-            pace.cpu_wait_s - median(each.cpu_wait_s for each in others),
-        )
+        # Whatever the rank does takes longer, and the others wait for all of it. Those of its node lose something too.
+        own_s, cpu_wait_s = [], []
+        for rank, each in slowest.others.items():
+            is_beside = evidence.nodes.get(rank) == evidence.nodes.get(slowest.rank)
+            own_s.append(each.own_s - each.cpu_wait_s * is_beside)
+            cpu_wait_s.append(each.cpu_wait_s)
+        saved_s = max(pace.own_s - median(own_s), pace.cpu_wait_s - median(cpu_wait_s))
     longer = (slowest.others_s + slowest.excess_s) / max(slowest.others_s, 1e-9)
     return Finding(
         "straggler",
