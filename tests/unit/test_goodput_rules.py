@@ -134,7 +134,7 @@ def test_a_rank_without_a_processor_does_everything_longer() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "left_s"), [("ab", 0.034), ("aa", 0.03)])
-def test_ranks_beside_a_burner_lose_less_to_it_and_gain_too(nodes: str, left_s: float) -> None:
+def test_ranks_on_the_node_of_a_burner_lose_less_to_it_and_gain_too(nodes: str, left_s: float) -> None:
     rates = [
         {"training": 0.034, "waiting": 0.126, "cpu_wait_s": 0.004},
         {"training": 0.16, "waiting": 0.0, "cpu_wait_s": 0.1},

@@ -90,8 +90,8 @@ def find(evidence: Evidence) -> Finding | None:
         # Whatever the rank does takes longer, and the others wait for all of it. Those of its node lose something too.
         own_s, cpu_wait_s = [], []
         for rank, each in slowest.others.items():
-            is_beside = evidence.nodes.get(rank) == evidence.nodes.get(slowest.rank)
-            own_s.append(each.own_s - each.cpu_wait_s * is_beside)
+            shares_node = evidence.nodes.get(rank) == evidence.nodes.get(slowest.rank)
+            own_s.append(each.own_s - each.cpu_wait_s * shares_node)
             cpu_wait_s.append(each.cpu_wait_s)
         saved_s = max(pace.own_s - median(own_s), pace.cpu_wait_s - median(cpu_wait_s))
     longer = (slowest.others_s + slowest.excess_s) / max(slowest.others_s, 1e-9)
