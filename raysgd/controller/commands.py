@@ -180,6 +180,7 @@ class StopRequested(Input):
     Attributes:
         cancel: End all ranks at once; ``should_stop()`` is not waited for.
         failed: The error of the callback that requested the stop, if an error was the reason.
+        is_fault: An error of the controller itself is the reason.
         grace_s: Seconds to save and leave: other ranks leave at their next save, and the run is cancelled after that. None:
             other ranks leave at a report.
     """
@@ -188,10 +189,13 @@ class StopRequested(Input):
     cancel: bool
     failed: Failed | None = None
     grace_s: float | None = None
+    is_fault: bool = False
 
     @property
     def outcome(self) -> Outcome:
         """The outcome of the run, if it ends by this request."""
+        if self.is_fault:
+            return Outcome("error", error_type="WorkerError", message=self.why)
         if self.failed is not None:
             return Outcome("error", failed=self.failed, node=CALLBACK_NODE)
         return Outcome("cancelled" if self.cancel else "stopped", message=self.why)

@@ -10,8 +10,9 @@ from raysgd.goodput.evidence import Evidence
 
 #: A cause that costs less than this part of the workers' time is not named: it lies within what runs differ by.
 MIN_SHARE = 0.03
-#: Nor is a rank that differs from the others, if that cost the run fewer seconds: other processes of a node run in bursts.
-MIN_RANK_S = 0.5
+#: Nor what other processes of a node may have caused, if it cost the run fewer seconds: they run in bursts.
+MIN_BURST_S = 0.5
+_FROM_OTHERS = frozenset({"straggler", "processors", "memory"})
 #: A cause has begun within the run if so many parts of its time show that, and one in `_DISSENT` says something else at most.
 _MIN_WINDOWS, _DISSENT = 4, 5
 #: Below this part of a step, no waiting was seen.
@@ -46,14 +47,14 @@ Rule = Callable[[Evidence], Finding | None]
 
 
 def find_causes(evidence: Evidence, rules: Sequence[Rule]) -> list[Finding]:
-    """Return what the rules find, the costliest first; none below `MIN_SHARE`, and of one rank none below `MIN_RANK_S`."""
+    """Return what the rules find, the costliest first; see `MIN_SHARE` and `MIN_BURST_S`."""
     run_s = evidence.held_s / evidence.num_workers
     found = [
         _dated(rule, finding, evidence)
         for rule in rules
         if (finding := rule(evidence)) is not None
         and finding.share >= MIN_SHARE
-        and (finding.rank is None or finding.share * run_s >= MIN_RANK_S)
+        and (finding.cause not in _FROM_OTHERS or finding.share * run_s >= MIN_BURST_S)
     ]
     return sorted(found, key=lambda finding: finding.share, reverse=True)
 

@@ -11,12 +11,14 @@ import pytest
 
 from raysgd.checkpoint.storage.storage import Storage
 from raysgd.config import CheckpointConfig, FailureConfig
+from raysgd.controller import commands as c
 from raysgd.controller import frames
 from raysgd.controller.commands import StopRequested
 from raysgd.controller.frames import Frame
 from raysgd.controller.policies import after_failure
 from raysgd.controller.requests import RunRequest
 from raysgd.controller.run.executor import Run
+from raysgd.controller.state_machine.run_machine import RunMachine
 from raysgd.controller.states import CALLBACK_NODE
 from raysgd.errors import InfeasibleError, RaySGDError, StartTimeoutError, WorkerDiedError, WorkerError
 from raysgd.result import Event, RunInfo
@@ -121,6 +123,30 @@ async def test_end_by_a_callback_is_recorded_with_the_place_of_its_error(tmp_pat
     events = [frame.data for frame in await frames_of(run) if frame.kind == frames.EVENT]
     (end,) = [event["data"] for event in events if event["kind"] == "run_end"]
     assert end == {"kind": "error", "message": f"{CALLBACK_NODE}: ValueError: boom"}
+
+
+@pytest.mark.parametrize("broken", [{c.GroupFailed}, {c.GroupFailed, StopRequested}], ids=["once", "in its end too"])
+async def test_error_of_the_controller_ends_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: set[type[c.Input]]
+) -> None:
+    """It is taken for no failure of a worker, which would be tried again, and no reader waits for ever."""
+    step = RunMachine.step
+
+    def broken_step(machine: RunMachine, given: c.Input) -> list[c.Command]:
+        if type(given) in broken:
+            raise KeyError("a mistake of ours")
+        return step(machine, given)
+
+    monkeypatch.setattr(RunMachine, "step", broken_step)
+    group = FailingGroup(WorkerDiedError("no more of rank 1", ranks=(1,)))
+    run = make_run(group, tmp_path)
+    await asyncio.wait_for(run.execute(), 10)
+    assert group.num_asked == 1
+    if len(broken) == 1:
+        (end,) = [frame.data for frame in await frames_of(run) if frame.kind == frames.RUN_END]
+        assert end["error_type"] == "WorkerError"
+        assert end["message"].startswith("raysgd itself failed in its controller, on GroupFailed; please report this:")
+        assert "KeyError: 'a mistake of ours'" in end["message"]
 
 
 class LaterGroup(FailingGroup):

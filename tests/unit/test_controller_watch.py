@@ -131,3 +131,15 @@ async def test_lost_ranks_are_waited_for_as_long_as_the_user_allows() -> None:
         group.cut = {1}
         await until_async(lambda: watched.hung)
     assert asyncio.get_running_loop().time() - began > 1.0
+
+
+async def test_an_error_in_comparing_ranks_ends_neither_the_run_nor_the_watch() -> None:
+    watched = Watched()
+    with watched.running() as group:
+        for _ in range(2):
+            watched.watch.on_reading(c.RecordEvent("sample", {"rank": 0, "steps": "many", "uses": {}}))
+        assert watched.warnings == [
+            "slow ranks may not be named: TypeError: '>' not supported between instances of 'str' and 'int'"
+        ]
+        group.has_room, group.cut = True, {0}
+        await until_async(lambda: watched.hung)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
@@ -139,7 +140,7 @@ class Run:
         self._size = previous.size
         self._previous_size: int | None = None
         self._inputs: deque[c.Input] = deque()
-        self._is_acting = False
+        self._is_acting = self._has_failed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
         self._watch: WorkerWatch | None = None
@@ -301,17 +302,34 @@ class Run:
     # -- inputs -------------------------------------------------------------------------------------------------------
 
     def _feed(self, given: c.Input) -> None:
-        """Step the machine. An input that arrives while commands are executed waits until they are done."""
+        """Step the machine. An input that arrives while commands are executed waits until they are done.
+
+        An error of the controller itself ends the run: taken for one of the worker that sent the input, it would be tried again.
+        """
         self._inputs.append(given)
         if self._is_acting:
             return
         self._is_acting = True
         try:
             while self._inputs:
-                for command in self._machine.step(self._inputs.popleft()):
-                    self._act(command)
+                given = self._inputs.popleft()
+                try:
+                    for command in self._machine.step(given):
+                        self._act(command)
+                except Exception as error:
+                    self._on_fault(given, error)
         finally:
             self._is_acting = False
+
+    def _on_fault(self, given: c.Input, error: Exception) -> None:
+        what = f"raysgd itself failed in its controller, on {type(given).__name__}"
+        get_logger().exception(what)
+        if self._has_failed:  # it cannot even end in order; readers would wait for ever
+            self._closed.set()
+            return
+        self._has_failed = True
+        where = "".join(traceback.format_exception(error))
+        self._inputs.appendleft(c.StopRequested(f"{what}; please report this:\n{where}", cancel=True, is_fault=True))
 
     # -- commands -----------------------------------------------------------------------------------------------------
 

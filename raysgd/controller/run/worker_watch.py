@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from raysgd._util.logs import get_logger
 from raysgd.backends.flight_recorder import explain_hang
 from raysgd.config import FailureConfig
 from raysgd.controller import commands as c
@@ -78,7 +80,7 @@ class WorkerWatch:
         self._looking: asyncio.Task[None] | None = None
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._checking: asyncio.Task[None] | None = None
-        self._has_reported = False
+        self._has_reported = self._has_warned = False
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -110,8 +112,9 @@ class WorkerWatch:
                     await self._report(hangs)
                 if not self._has_reported and (mismatch := self.mismatches.find_mismatch(self._loop.time())):
                     await self._report_mismatch(mismatch)
-                for straggler in self._stragglers.find_stragglers(self._loop.time()):
-                    self._report_straggler(straggler)
+                with self._explaining():
+                    for straggler in self._stragglers.find_stragglers(self._loop.time()):
+                        self._report_straggler(straggler)
         finally:
             for task in (*self._asked.values(), self._checking, self._looking, self._replacing):
                 if task is not None:
@@ -232,10 +235,23 @@ class WorkerWatch:
 
     def on_reading(self, event: c.RecordEvent) -> None:
         """A rank has sent a sample, or has left train_func."""
-        if event.kind == "left":
-            self._stragglers.remove(event.data["rank"])
-        else:
-            self._stragglers.on_sample(event.data, self._loop.time())
+        with self._explaining():
+            if event.kind == "left":
+                self._stragglers.remove(event.data["rank"])
+            else:
+                self._stragglers.on_sample(event.data, self._loop.time())
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Warn of an error, once, and compare the ranks from here on: what explains a training does not end it."""
+        try:
+            yield
+        except Exception as error:
+            self._stragglers = StragglerPolicy(self._loop.time(), self._nodes)
+            if not self._has_warned:
+                self._has_warned = True
+                get_logger().exception("raysgd itself failed when it compared the ranks")
+                self._record_event(c.warning(f"slow ranks may not be named: {type(error).__name__}: {error}"))
 
     def _report_straggler(self, found: Finding) -> None:
         node = self._nodes.get(found.rank or 0, "")

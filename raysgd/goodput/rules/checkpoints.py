@@ -26,8 +26,7 @@ def find(evidence: Evidence) -> Finding | None:
             1 / (1 - evidence.processor_wait),
         )
     if gain is not None and machines.is_writing_alone(evidence):
-        saves = max(evidence.paces.values(), key=lambda pace: pace.uses.get("checkpoint", 0.0))
-        gain = gain_of(evidence.step_s, saves.uses.get("checkpoint", 0.0) + saves.cpu_wait_s)  # its threads write
+        gain = gain_of(evidence.step_s, _saved_s(evidence))
     every = "less often"
     if best_s is not None and interval_s is not None and gain is not None:
         if best_s <= interval_s:
@@ -43,3 +42,13 @@ def find(evidence: Evidence) -> Finding | None:
         f"save {every} or to faster storage.",
         gain,
     )
+
+
+def _saved_s(evidence: Evidence) -> float:
+    """Return the seconds per step that a rank loses by saving, and by waiting for a processor on which its save is written.
+
+    Part of that waiting is within the save. Without saving, it takes as long as a rank that does not save, at least.
+    """
+    stalled_s, rank = max((pace.uses.get("checkpoint", 0.0), rank) for rank, pace in evidence.paces.items())
+    least_s = min(pace.own_s - pace.uses.get("checkpoint", 0.0) for pace in evidence.paces.values())
+    return max(stalled_s, min(stalled_s + evidence.paces[rank].cpu_wait_s, evidence.step_s - least_s))
