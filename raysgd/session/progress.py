@@ -460,15 +460,9 @@ class Progress:
         except (OSError, ValueError, IndexError):
             return None
 
-    def data_wait_fraction(self) -> float | None:
-        """Return the fraction of time spent waiting for batches since the last call, or since train_func was entered.
-
-        None before the first batch.
-        """
-        waited_s = self.data.seconds
-        if not waited_s:
-            return None
-        now = self._clock()
+    def data_wait_fraction(self) -> float:
+        """Return the fraction of time spent waiting for batches since the last call, or since train_func was entered."""
+        now, waited_s = self._clock(), self.data.seconds
         asked_at, waited_before_s = self._asked
         self._asked = now, waited_s
         return round((waited_s - waited_before_s) / max(now - asked_at, 1e-9), 4)

@@ -168,8 +168,8 @@ class WorkerSession(Session):
         if self.stop_gate.is_closed_for_reports and not self.stop_gate.takes_report(self.num_reports):
             raise AttemptEnded("the run was asked to stop")
         copied = copy_metrics(metrics)
-        if (data_wait := self.progress.data_wait_fraction()) is not None:
-            copied[DATA_WAIT_FRACTION] = data_wait
+        if self.progress.data.seconds:
+            copied[DATA_WAIT_FRACTION] = self.progress.data_wait_fraction()
         closes, self._unscored = self._unscored, None
         self._event_queue.put_report((time.time(), time.monotonic() - self._clock_zero, copied), closes)
         self.num_reports += 1

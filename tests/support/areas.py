@@ -132,6 +132,7 @@ AREAS: dict[str, Area] = {
             "fault/test_full_disks.py",
             "fault/test_lost_machines.py",
             "fault/test_random_cuts.py",
+            "fault/test_slow_links.py",
             "fault/test_slurm_machines.py",
         ),
     ),

@@ -176,6 +176,19 @@ class Machines:
         """Plug a machine's cable in, or pull it."""
         _call("ip", "-n", self._switch, "link", "set", f"v{machine}", "up" if is_in else "down")
 
+    @contextlib.contextmanager
+    def slow_cable(self, machine: int, megabits: int) -> Iterator[None]:
+        """Let a machine's cable pass so many Mbit/s in each direction."""
+        ends = [(self._switch, f"v{machine}"), (self._name(machine), "eth0")]
+        for namespace, device in ends:
+            limit = ["tbf", "rate", f"{megabits}mbit", "burst", "128kb", "latency", "50ms"]
+            _call("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *limit)
+        try:
+            yield
+        finally:
+            for namespace, device in ends:
+                _call("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
+
     def signal(self, machine: int, name: str, number: signal.Signals) -> None:
         """Send a signal to the processes of a machine whose command lines contain a name."""
         self.run(machine, "pkill", f"-{number.value}", "-f", name)

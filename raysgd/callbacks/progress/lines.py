@@ -145,7 +145,8 @@ class LinesDisplay:
         self._clock = clock
         self._next_at = clock()
         self._start_at = self._next_at - age_s(info.started_s)
-        self._attached_s = info.started_s + age_s(info.started_s)
+        # What came before was before this display, which attached to the run.
+        self._shown_from_s = info.started_s + age_s(info.started_s) - _EVERY_S
         self._newest_s = 0.0  # of what has come so far, in seconds since the epoch
         self._end_at: float | None = None
         self._outcome = "done"
@@ -160,7 +161,8 @@ class LinesDisplay:
 
     def result(self, result: Result) -> None:
         self._num_results += 1
-        if self._is_earlier(result.get("timestamp", math.inf)):
+        self._newest_s = max(self._newest_s, result.get("timestamp", math.inf))
+        if self._newest_s < self._shown_from_s:
             self._waiting = result, self._newest_s - self._info.started_s
             return
         if self._waiting is not None:
@@ -172,7 +174,8 @@ class LinesDisplay:
     def event(self, event: Event) -> None:
         if event.kind == "run_end":
             self._end_at, self._outcome = self._clock(), event.data.get("kind", "done")
-        if self._is_earlier(event.timestamp):
+        self._newest_s = max(self._newest_s, event.timestamp)
+        if self._newest_s < self._shown_from_s:
             return
         text = self._event_text(event)
         if text or self._clock() >= self._next_at:
@@ -191,11 +194,6 @@ class LinesDisplay:
         state = end_state(error, self._outcome)
         goodput = f"; {text}" if (text := goodput_text(self._info)) else ""
         self._print(f"{state} after {took}, {self._num_results} results{reason}{goodput}{warnings_text(self._info)}")
-
-    def _is_earlier(self, timestamp: float) -> bool:
-        """Return whether all that has come so far was before this display, which attached to the run."""
-        self._newest_s = max(self._newest_s, timestamp)
-        return self._newest_s < self._attached_s - _EVERY_S
 
     def _show_waiting(self) -> None:
         waiting, self._waiting = self._waiting, None
