@@ -29,7 +29,7 @@ def train_func(config: dict[str, Any]) -> None:
 
 def main(storage: str) -> None:
     run_config = raysgd.RunConfig(storage_path=storage, name="link")
-    with raysgd.Trainer(3, backend="torch", resources_per_worker={"CPU": 2}, run_config=run_config) as trainer:
+    with raysgd.Trainer(3, backend="torch", cpus_per_worker=2, run_config=run_config) as trainer:
         trainer.run(train_func)
         print(f"ran in {trainer.run_dir}", flush=True)
 

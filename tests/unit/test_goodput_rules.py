@@ -15,6 +15,7 @@ from raysgd.goodput.evidence import Batches, Evidence, Pace, Window
 from raysgd.goodput.findings import Finding, find_causes, list_unseen
 from raysgd.goodput.ledger import Ledger
 from raysgd.goodput.rules import RULES
+from raysgd.goodput.rules.batches import traffic
 from raysgd.result import Event
 from raysgd.session.progress import BatchSizes, Uses
 from support.run_events import RunEvents
@@ -206,6 +207,14 @@ def test_gain_without_an_overhead_is_that_of_a_step() -> None:
 def test_exchanging_that_takes_long_is_no_straggler() -> None:
     (found,) = stepping(4, each={"training": 0.02, "waiting": 0.03, "sent_bytes": 2e6})
     assert (found.cause, found.gain) == ("slow link", pytest.approx(0.05 / 0.035)), "3 MB in 30 ms from each of 4 nodes"
+
+
+@given(st.integers(2, 8), st.floats(1e6, 1e9), st.floats(1e6, 6e7))
+def test_a_slow_link_between_nodes_is_named_whatever_is_sent_on_it(size: int, sent: float, rate: float) -> None:
+    exchange_s = traffic(sent, size) / rate
+    found = stepping(size, each={"training": exchange_s, "waiting": exchange_s, "sent_bytes": sent})
+    is_short = exchange_s < 2e-3 * 2 * (size - 1) * (1 + sent / 25e6)  # as many messages take that too
+    assert [each.cause for each in found] == (["small batches"] if is_short else ["slow link"])
 
 
 def test_a_fast_exchange_of_much_is_no_slow_link() -> None:

@@ -31,7 +31,7 @@ def find(evidence: Evidence) -> Finding | None:
     if sent and not is_latency(evidence):
         what += f" for {in_bytes(sent)}"
     if len(nodes) > 1 and not is_latency(evidence) and 0 < rate < SLOW_BYTES_PER_S:
-        cause, what = "slow link", f"{what}: less than 1 Gbit/s between {len(nodes)} nodes"
+        cause, what = "slow link", f"{what}: {in_bytes(rate)}/s, less than 1 Gbit/s between {len(nodes)} nodes"
         remedy = f"find the node with the slow link by `raysgd doctor --cluster`, and avoid it; or {remedy}"
     return Finding(
         cause,
