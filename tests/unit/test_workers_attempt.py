@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import queue
 import subprocess
 import sys
@@ -277,6 +278,40 @@ def test_interrupt_in_an_import_leaves_no_lock_taken() -> None:
     """In a process of its own, which could import nothing any more otherwise."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_interrupt_waits_for_the_end_of_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An extension module that is left half-initialized cannot be imported again in this process."""
+    began, ended, imported_by_then = threading.Event(), threading.Event(), []
+    (tmp_path / "takes_its_time.py").write_text("import builtins\nbuiltins.take_time()\nis_whole = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def take_time() -> None:
+        began.set()
+        for _ in range(100):
+            time.sleep(0.002)
+
+    monkeypatch.setattr("builtins.take_time", take_time, raising=False)
+
+    def train_func() -> None:
+        importlib.import_module("takes_its_time")
+        while True:
+            time.sleep(0.001)
+
+    def main() -> None:
+        try:
+            thread.call(train_func, {}, lambda: None)
+        except AttemptEnded:
+            imported_by_then.append(getattr(sys.modules.get("takes_its_time"), "is_whole", False))
+            ended.set()
+
+    thread = TrainThread(main)
+    thread.start()
+    assert began.wait(PATIENCE_S)
+    thread.interrupt()
+    assert ended.wait(PATIENCE_S)
+    thread.join()
+    assert imported_by_then == [True]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

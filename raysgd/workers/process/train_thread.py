@@ -28,6 +28,9 @@ from raysgd.workers.process.reset import foreign_prefixes
 #: long, so there it is raised after some time all the same.
 _IMPORTING = "<frozen importlib"
 _LOCKING = frozenset((threading.__file__, queue.__file__, logging.__file__))
+#: An import is waited for so long: extension modules that were left half-initialized fail when they are imported again, and one
+#: of pandas then loses the import lock.
+_MAX_IMPORT_S = 10.0
 _UNSAFE_POLL_S = 0.002
 _MAX_UNSAFE_S = 1.0
 _ALONE_S = 0.5
@@ -95,8 +98,9 @@ class TrainThread(threading.Thread):
         Args:
             is_kept: Whether train_func is not to be interrupted where it is now. None: as in the call before.
 
-        Waits while the thread is where the exception would leave a lock taken: Python checks for it between the call that takes
-        a lock and the ``try`` that releases it. A lost import lock would block every later import of this process.
+        Waits for the end of an import, and while the thread is where the exception would leave a lock taken: Python checks for
+        it between the call that takes a lock and the ``try`` that releases it. A lost import lock would block every later import
+        of this process.
         """
         self._is_kept = is_kept or self._is_kept
         began = time.monotonic()
@@ -115,14 +119,25 @@ class TrainThread(threading.Thread):
                 ident = self.ident
                 if not self.is_inside or ident is None:
                     return True
-                frame = sys._current_frames().get(ident)
-                name = "" if frame is None else frame.f_code.co_filename
-                if self._is_kept() or name.startswith(_IMPORTING) or (name in _LOCKING and waited_s < _MAX_UNSAFE_S):
+                if self._is_kept() or not _is_safe(sys._current_frames().get(ident), waited_s):
                     return False
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(AttemptEnded))
                 return True
             finally:
                 sys.setswitchinterval(interval_s)
+
+
+def _is_safe(innermost: FrameType | None, waited_s: float) -> bool:
+    """Return whether an exception may be raised in a frame, when that was waited for so long."""
+    frame = innermost
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_IMPORTING) and (frame is innermost or waited_s < _MAX_IMPORT_S):
+            return False
+        if frame is innermost and name in _LOCKING and waited_s < _MAX_UNSAFE_S:
+            return False
+        frame = frame.f_back
+    return True
 
 
 @functools.cache
