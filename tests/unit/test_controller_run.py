@@ -142,11 +142,21 @@ async def test_error_of_the_controller_ends_the_run_at_once(
     run = make_run(group, tmp_path)
     await asyncio.wait_for(run.execute(), 10)
     assert group.num_asked == 1
-    if len(broken) == 1:
-        (end,) = [frame.data for frame in await frames_of(run) if frame.kind == frames.RUN_END]
-        assert end["error_type"] == "WorkerError"
-        assert end["message"].startswith("raysgd itself failed in its controller, on GroupFailed; please report this:")
-        assert "KeyError: 'a mistake of ours'" in end["message"]
+    (end,) = [frame.data for frame in await frames_of(run) if frame.kind == frames.RUN_END]
+    assert end["error_type"] == "WorkerError"
+    last = "GroupFailed" if len(broken) == 1 else "StopRequested"
+    assert end["message"].startswith(f"raysgd itself failed in its controller, on {last}; please report this:")
+    assert "KeyError: 'a mistake of ours'" in end["message"]
+
+
+async def test_error_in_handling_events_of_a_rank_ends_the_run(tmp_path: Path) -> None:
+    run = make_run(WaitingGroup(RuntimeError()), tmp_path)
+    executed = asyncio.ensure_future(run.execute())
+    await asyncio.sleep(0)
+    run._on_fault("events of rank 0", KeyError("a mistake of ours"))
+    await asyncio.wait_for(executed, 10)
+    (end,) = [frame.data for frame in await frames_of(run) if frame.kind == frames.RUN_END]
+    assert end["message"].startswith("raysgd itself failed in its controller, on events of rank 0; please report this:")
 
 
 class LaterGroup(FailingGroup):

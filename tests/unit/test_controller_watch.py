@@ -7,8 +7,11 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from raysgd.config import FailureConfig
 from raysgd.controller import commands as c
+from raysgd.controller.policies.hang import HangPolicy
 from raysgd.controller.run.worker_watch import WorkerWatch
 from raysgd.session.progress import Heartbeat
 from raysgd.workers.orders import WorkerInfo
@@ -143,3 +146,19 @@ async def test_an_error_in_comparing_ranks_ends_neither_the_run_nor_the_watch() 
         ]
         group.has_room, group.cut = True, {0}
         await until_async(lambda: watched.hung)
+
+
+async def test_watch_continues_after_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    suspects, failures = HangPolicy.suspects, [KeyError("a mistake of ours")] * 2
+
+    def failing(policy: HangPolicy, now: float) -> list[int]:
+        if failures:
+            raise failures.pop()
+        return suspects(policy, now)
+
+    monkeypatch.setattr(HangPolicy, "suspects", failing)
+    watched = Watched()
+    with watched.running() as group:
+        group.has_room, group.cut = True, {1}
+        await until_async(lambda: watched.hung)
+    assert watched.warnings == ["hangs and lost nodes may not be noticed: KeyError: 'a mistake of ours'"]

@@ -140,7 +140,7 @@ class Run:
         self._size = previous.size
         self._previous_size: int | None = None
         self._inputs: deque[c.Input] = deque()
-        self._is_acting = self._has_failed = False
+        self._is_acting = self._has_failed = self._has_outcome = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
         self._watch: WorkerWatch | None = None
@@ -317,19 +317,36 @@ class Run:
                     for command in self._machine.step(given):
                         self._act(command)
                 except Exception as error:
-                    self._on_fault(given, error)
+                    self._on_fault(type(given).__name__, error)
         finally:
             self._is_acting = False
 
-    def _on_fault(self, given: c.Input, error: Exception) -> None:
-        what = f"raysgd itself failed in its controller, on {type(given).__name__}"
-        get_logger().exception(what)
-        if self._has_failed:  # it cannot even end in order; readers would wait for ever
-            self._closed.set()
+    def _on_fault(self, what: str, error: Exception) -> None:
+        """End the run because of an error of the controller itself, in order if that is possible.
+
+        Args:
+            what: What the controller was handling.
+            error: Its error.
+        """
+        message = f"raysgd itself failed in its controller, on {what}"
+        get_logger().error(message, exc_info=error)
+        if self.is_closed:
             return
-        self._has_failed = True
         where = "".join(traceback.format_exception(error))
-        self._inputs.appendleft(c.StopRequested(f"{what}; please report this:\n{where}", cancel=True, is_fault=True))
+        stop = c.StopRequested(f"{message}; please report this:\n{where}", cancel=True, is_fault=True)
+        if not self._has_failed:
+            self._has_failed = True
+            self._inputs.appendleft(stop)
+            if not self._is_acting:
+                self._feed(self._inputs.popleft())
+            return
+        try:
+            if not self._has_outcome:  # readers would wait for one for ever
+                self._act(c.PublishOutcome(stop.outcome))
+            self._act(c.ReleaseWorkers())
+            self._act(c.CloseRun())
+        finally:
+            self._closed.set()
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
@@ -383,6 +400,7 @@ class Run:
             case c.DeleteEarlier():
                 self._files.delete_earlier(command.numbers)
             case c.PublishOutcome():
+                self._has_outcome = True
                 if command.outcome.is_success and (missing := self._awaited.warn_of_run()) is not None:
                     self.warn(missing)
                 # The event first: callbacks get it, and with it the time of the end, before their own end.
@@ -497,14 +515,17 @@ class Run:
         try:
             await recording
             async for item in self._group.run(rank, order, attempt_order):
-                if isinstance(item, list):
+                if not isinstance(item, list):  # a large value comes as a reference of its own
+                    self._values[rank] = item
+                    continue
+                try:
                     for event in item:
                         if isinstance(event, e.Returned):
                             self._on_returned(rank, event)
                         if isinstance(event, e.Reports) or not self._held.intercept(rank, attempt, event):
                             self._feed(c.EventReceived(rank, attempt, event))
-                else:  # a large value comes as a reference of its own
-                    self._values[rank] = item
+                except Exception as error:  # not of the stream, and no death of the worker
+                    self._on_fault(f"events of rank {rank}", error)
         except Exception as error:
             died = str(error)
         if died is None:

@@ -31,6 +31,7 @@ _STACKS_TIMEOUT_S = 3.0
 _STACKS_TIMEOUT_LOST_S = 0.5
 #: Seconds for all ranks to answer where they are.
 _LOOK_TIMEOUT_S = 2.0
+_NOT_COMPARED = "slow ranks may not be named"
 #: Seconds between two polls for nodes that will be taken away.
 DRAIN_POLL_S = 2.0
 
@@ -80,7 +81,8 @@ class WorkerWatch:
         self._looking: asyncio.Task[None] | None = None
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._checking: asyncio.Task[None] | None = None
-        self._has_reported = self._has_warned = False
+        self._has_reported = False
+        self._warned: set[str] = set()  # consequences of errors
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -105,14 +107,15 @@ class WorkerWatch:
                 gap_s = self._loop.time() - slept_at - tick_s
                 if gap_s > self._timeout_s / _ASKS:  # this process did not run, so the silence says nothing
                     self._policy.skip(gap_s)
-                self._check_suspects()
-                self._expect_loss()
-                self._look_if_due()
-                if hangs := await self._find_hangs():
-                    await self._report(hangs)
-                if not self._has_reported and (mismatch := self.mismatches.find_mismatch(self._loop.time())):
-                    await self._report_mismatch(mismatch)
-                with self._explaining():
+                with self._guarded("hangs and lost nodes may not be noticed"):
+                    self._check_suspects()
+                    self._expect_loss()
+                    self._look_if_due()
+                    if hangs := await self._find_hangs():
+                        await self._report(hangs)
+                    if not self._has_reported and (mismatch := self.mismatches.find_mismatch(self._loop.time())):
+                        await self._report_mismatch(mismatch)
+                with self._guarded(_NOT_COMPARED):
                     for straggler in self._stragglers.find_stragglers(self._loop.time()):
                         self._report_straggler(straggler)
         finally:
@@ -235,23 +238,22 @@ class WorkerWatch:
 
     def on_reading(self, event: c.RecordEvent) -> None:
         """A rank has sent a sample, or has left train_func."""
-        with self._explaining():
+        with self._guarded(_NOT_COMPARED):
             if event.kind == "left":
                 self._stragglers.remove(event.data["rank"])
             else:
                 self._stragglers.on_sample(event.data, self._loop.time())
 
     @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Warn of an error, once, and compare the ranks from here on: what explains a training does not end it."""
+    def _guarded(self, consequence: str) -> Iterator[None]:
+        """Warn of an error of raysgd itself, once for each consequence, and continue: training goes well without a watch."""
         try:
             yield
         except Exception as error:
-            self._stragglers = StragglerPolicy(self._loop.time(), self._nodes)
-            if not self._has_warned:
-                self._has_warned = True
-                get_logger().exception("raysgd itself failed when it compared the ranks")
-                self._record_event(c.warning(f"slow ranks may not be named: {type(error).__name__}: {error}"))
+            if consequence not in self._warned:
+                self._warned.add(consequence)
+                get_logger().exception("raysgd itself failed in the watch of its workers")
+                self._record_event(c.warning(f"{consequence}: {type(error).__name__}: {error}"))
 
     def _report_straggler(self, found: Finding) -> None:
         node = self._nodes.get(found.rank or 0, "")
