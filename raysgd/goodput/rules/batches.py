@@ -12,8 +12,8 @@ from raysgd.goodput.rules.stragglers import EXCESS, Slowest, find_slowest
 FIXED_SHARE = 0.3
 #: An exchange that would take less than half of its time at this rate waits for messages, not for their bytes: 1 Gbit/s.
 SLOW_BYTES_PER_S = 125e6
-#: A message between two ranks takes less, on a network that is not the cause; and DistributedDataParallel puts so many bytes
-#: into one exchange.
+#: Seconds that a message between two ranks takes at most on a network that is not slow, and the bytes of gradients that
+#: DistributedDataParallel exchanges at once.
 MESSAGE_S, BUCKET_BYTES = 2e-3, 25e6
 
 
@@ -61,7 +61,7 @@ def _of_one(evidence: Evidence, slowest: Slowest) -> Finding:
 
 
 def is_latency(evidence: Evidence) -> bool:
-    """Return whether ranks exchange so few bytes that not these take the time, but no more time than messages need."""
+    """Return whether exchanging takes as long as it does because of its messages: its bytes alone would take less than half."""
     sent_bytes, num_ranks = median(pace.sent_bytes for pace in evidence.paces.values()), len(evidence.paces)
     messages_s = MESSAGE_S * 2 * (num_ranks - 1) * (1 + sent_bytes / BUCKET_BYTES)
     return 0 < traffic(sent_bytes, num_ranks) / SLOW_BYTES_PER_S < evidence.exchange_s / 2 <= messages_s / 2

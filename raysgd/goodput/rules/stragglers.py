@@ -47,7 +47,7 @@ class Slowest:
 
     @property
     def has_larger_batches_by_chance(self) -> bool:
-        """Whether batches that differ from step to step, in so few steps, may have become larger on one rank."""
+        """Whether it may have got larger batches by chance, in so few steps, because all batches differ in size."""
         own, size = self.pace.batches, self._size_of_others
         return own is not None and own.values - size < STANDARD_ERRORS * own.spread * sqrt(2 / self.pace.steps)
 
